@@ -1,0 +1,1 @@
+"""Turns measured records into a plan: the sweet spot and the hours."""

@@ -1,0 +1,160 @@
+"""The sweet spot among measured cells, with its reasons, the runners-up and the rejected: pure."""
+
+from dataclasses import dataclass
+
+from probe.cell import Cell
+from probe.cliff import fell
+from probe.records import Record, latest
+from trainer.config import StepConfig
+from trainer.errors import NoPlan
+from trainer.units import format_bytes, format_count
+
+NEAR = 0.02
+"""Among steps this near to the fastest, the one that needs the least memory is taken: the spread of tok/s from day to
+day is about as large."""
+LONG = 0.05
+"""A longer length is taken while its best tok/s is within this of the overall best."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A step that could be run: a measured record, and how many of its micro-steps make an optimizer step."""
+
+    record: Record
+    accum: int
+
+    @property
+    def step(self) -> StepConfig:
+        c = self.record.cell
+        return StepConfig(c.batch, c.length, self.accum, c.engine, c.recompute)
+
+    @property
+    def step_s(self) -> float:
+        """Median seconds of an optimizer step; for another accumulation than the measured one, from its parts."""
+        r = self.record
+        if self.accum == r.cell.accum:
+            return r.median_step_s
+        return self.accum * r.micro_s + r.optimizer_s
+
+    @property
+    def tok_s(self) -> float:
+        return self.step.tokens / self.step_s
+
+    def name(self) -> str:
+        s = self.step
+        extra = "" if (s.engine, s.recompute) == ("eager", "none") else f" {s.engine}/{s.recompute}"
+        return f"B={s.batch} L={s.length}" + (f" accum={s.accum}" if s.accum > 1 else "") + extra
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The pick, and the account of it."""
+
+    pick: Candidate
+    why: list[str]
+    runners_up: list[dict]
+    rejected: list[dict]
+
+
+def reject(record: Record, limit_bytes: int, records: list[Record]) -> list[str]:
+    """Every reason against a measured cell; empty if there is none."""
+    reasons = []
+    if (record.peak_bytes or 0) > limit_bytes:
+        reasons.append(f"{format_bytes(record.peak_bytes)} is over the {format_bytes(limit_bytes)} limit")
+    slower = fell(record.cell, record.tok_s, records) if record.step_s else None
+    if slower:
+        reasons.append(slower)
+    if record.status != "fits" and not (slower and record.status == "spills"):
+        reasons.append(record.status + (f": {record.why}" if record.why else ""))
+    return reasons
+
+
+def choose(records: list[Record], limit_bytes: int, tokens_wanted: int, tokens_asked: bool,
+           length: int | None) -> Choice:
+    """The sweet spot for about `tokens_wanted` tokens per step; NoPlan if nothing fits.
+
+    `records` are of one model on one device. Only cells that were measured as fitting are taken, with accumulation only
+    where that was measured too; `tokens_asked` says that the user named the tokens per step, so that nothing else will
+    do.
+    """
+    newest = list(latest(records).values())
+    reasons = {r.cell: reject(r, limit_bytes, newest) for r in newest}
+    rejected = [{"cell": _cell(r.cell), "why": why} for r in newest if (why := reasons[r.cell])]
+    fitting = [r for r in newest if not reasons[r.cell] and (length is None or r.cell.length == length)]
+    if not fitting:
+        raise NoPlan(_nothing_fits(newest, reasons, limit_bytes, length))
+    candidates = _candidates(fitting, tokens_wanted)
+    if tokens_asked:
+        exact = [c for c in candidates if abs(c.step.tokens / tokens_wanted - 1) <= 0.2]
+        if not exact:
+            r = max(fitting, key=lambda r: r.tok_s)
+            raise NoPlan(f"no measured cell makes {tokens_wanted:,} tokens a step; measure one with accumulation: probe "
+                         f"grid --model {r.cell.model} --batch {r.cell.batch} --length {r.cell.length} --accum 2"
+                         + _options(r.cell))
+        candidates = exact
+    fastest = max(candidates, key=lambda c: c.tok_s)
+    why = []
+    if length is None:
+        best_at = {}
+        for c in candidates:
+            best_at[c.step.length] = max(best_at.get(c.step.length, 0), c.tok_s)
+        longest = max(at for at, tok_s in best_at.items() if tok_s >= (1 - LONG) * fastest.tok_s)
+        others = sorted(at for at in best_at if at != longest)
+        if others:
+            why.append(f"length {longest}: the longest whose best tok/s is within {LONG:.0%} of the best of all "
+                       f"({fastest.tok_s:,.0f} tok/s, {fastest.name()})")
+        candidates = [c for c in candidates if c.step.length == longest]
+        fastest = max(candidates, key=lambda c: c.tok_s)
+    near = [c for c in candidates if c.tok_s >= (1 - NEAR) * fastest.tok_s]
+    pick = min(near, key=lambda c: (c.record.peak_bytes or 0, -c.tok_s))
+    if pick is fastest:
+        why.append(f"{pick.name()}: the fastest that fits, {pick.tok_s:,.0f} tok/s at {format_bytes(pick.record.peak_bytes)}"
+                   f" under the {format_bytes(limit_bytes)} limit")
+    else:
+        why.append(f"{pick.name()}: within {NEAR:.0%} of the fastest ({fastest.name()}, {fastest.tok_s:,.0f} tok/s) with "
+                   f"{format_bytes(pick.record.peak_bytes)} instead of {format_bytes(fastest.record.peak_bytes)}")
+    if pick.step.tokens < 0.8 * tokens_wanted and pick.record.cell.accum == 1:
+        why.append(f"no accumulation, as none was measured; {tokens_wanted:,} tokens a step would need: probe grid --model "
+                   f"{pick.record.cell.model} --batch {pick.step.batch} --length {pick.step.length} --accum 2"
+                   + _options(pick.record.cell))
+    others = sorted((c for c in candidates if c is not pick), key=lambda c: -c.tok_s)[:5]
+    runners_up = [{"cell": _cell(c.record.cell) | {"accum": c.accum}, "tok_s": c.tok_s, "peak_bytes": c.record.peak_bytes,
+                   "hours_ratio": pick.tok_s / c.tok_s} for c in others]
+    return Choice(pick, why, runners_up, rejected)
+
+
+def _candidates(fitting: list[Record], tokens_wanted: int) -> list[Candidate]:
+    """For each measured cell the accumulation that comes nearest to the tokens wanted: above 1 only from a record with
+    accumulation, 1 only from one without."""
+    found = []
+    for r in fitting:
+        accum = max(1, round(tokens_wanted / (r.cell.batch * r.cell.length)))
+        if r.cell.accum == 1:
+            found.append((accum > 1, Candidate(r, 1)))
+        elif accum > 1 and (accum == r.cell.accum or None not in (r.micro_s, r.optimizer_s)):
+            found.append((False, Candidate(r, accum)))
+    # a step smaller than wanted is a makeshift: it is taken only if no cell was measured with accumulation
+    proper = [c for makeshift, c in found if not makeshift]
+    return proper or [c for _, c in found]
+
+
+def _options(cell: Cell) -> str:
+    extra = "" if cell.engine == "eager" else f" --engine {cell.engine}"
+    extra += "" if cell.recompute == "none" else f" --recompute {cell.recompute}"
+    return extra + ("" if cell.vocab == 32_000 else f" --vocab {cell.vocab}")
+
+
+def _cell(cell: Cell) -> dict:
+    return {"model": cell.model, "batch": cell.batch, "length": cell.length, "accum": cell.accum, "engine": cell.engine,
+            "recompute": cell.recompute, "vocab": cell.vocab}
+
+
+def _nothing_fits(newest: list[Record], reasons: dict, limit_bytes: int, length: int | None) -> str:
+    if length is not None and not any(r.cell.length == length for r in newest):
+        have = ", ".join(str(n) for n in sorted({r.cell.length for r in newest}))
+        return f"no cell of length {length} was measured (there are {have}); probe grid --length {length} measures it"
+    smallest = min(newest, key=lambda r: (r.peak_bytes or 1 << 62, r.cell.batch * r.cell.length))
+    why = "; ".join(reasons[smallest.cell]) or "it is of another length"
+    return (f"none of {len(newest)} measured cells of {smallest.cell.model} ({format_count(smallest.model.parameters)}) fits "
+            f"under {format_bytes(limit_bytes)}; the smallest, B={smallest.cell.batch} L={smallest.cell.length}: {why}. "
+            f"Measure a smaller --batch or --length, --recompute block, or a smaller --model")

@@ -1,0 +1,1 @@
+"""Measures peak memory and throughput of the very step that trains."""

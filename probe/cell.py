@@ -1,0 +1,50 @@
+"""What is measured: a cell, and a grid of them."""
+
+import itertools
+from dataclasses import dataclass
+
+from trainer.config import VOCAB, ModelConfig, StepConfig
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of a grid; `model` is a size's name. UserError for values that can't be."""
+
+    model: str
+    batch: int
+    length: int
+    accum: int = 1
+    engine: str = "eager"
+    recompute: str = "none"
+    vocab: int = VOCAB
+
+    def __post_init__(self) -> None:
+        self.step  # noqa: B018: its check is ours
+
+    @property
+    def step(self) -> StepConfig:
+        return StepConfig(self.batch, self.length, self.accum, self.engine, self.recompute)
+
+    @property
+    def series(self) -> tuple:
+        """Cells that differ in the batch alone have this in common."""
+        return self.model, self.vocab, self.length, self.accum, self.engine, self.recompute
+
+    def within(self, other: "Cell") -> bool:
+        """Whether `other` needs at least this cell's memory: the same but for a batch, length or accumulation that is
+        no smaller (accumulation holds the gradients during the forward pass; above 2 it adds nothing)."""
+        return ((self.model, self.vocab, self.engine, self.recompute)
+                == (other.model, other.vocab, other.engine, other.recompute)
+                and self.batch <= other.batch and self.length <= other.length
+                and min(self.accum, 2) <= min(other.accum, 2))
+
+
+def grid(models, batches, lengths, accums, engines, recomputes, vocab: int) -> list[Cell]:
+    """All combinations, smallest first, so that what fits is known before what may not is tried."""
+    cells = [Cell(*values, vocab) for values in itertools.product(models, batches, lengths, accums, engines, recomputes)]
+    order = {name: i for i, name in enumerate(models)}
+    return sorted(cells, key=lambda c: (order[c.model], c.engine, c.recompute, c.accum, c.batch * c.length, c.batch))
+
+
+def shape(cell: Cell) -> ModelConfig:
+    return ModelConfig.named(cell.model, cell.vocab)

@@ -1,0 +1,180 @@
+"""Records of measured cells: the schema, appended to and read from JSON lines."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from probe.cell import Cell
+from trainer.config import ModelConfig, from_fields
+from trainer.errors import UserError
+
+SCHEMA = 1
+"""1: first version."""
+
+STATUSES = ("fits", "thrashes", "spills", "oom", "timeout", "crashed", "contended")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One measured cell. Times are raw seconds, sizes bytes, None where a platform cannot tell.
+
+    Beyond the contract's fields: `eval_s` is one forward pass without gradients, `setup_s` what comes before the first
+    steady step (weights, first kernels).
+    """
+
+    schema: int
+    at: str
+    cell: Cell
+    model: ModelConfig
+    status: str
+    device: str
+    why: str = ""
+    software: dict = field(default_factory=dict)
+    warmup_s: tuple[float, ...] = ()
+    step_s: tuple[float, ...] = ()
+    micro_s: float | None = None
+    optimizer_s: float | None = None
+    eval_s: float | None = None
+    setup_s: float | None = None
+    allocated_peak_bytes: int | None = None
+    reserved_peak_bytes: int | None = None
+    device_peak_bytes: int | None = None
+    free_at_start_bytes: int | None = None
+    alloc_retries: int = 0
+    readings: dict = field(default_factory=dict)
+
+    @property
+    def median_step_s(self) -> float | None:
+        return median(self.step_s) if self.step_s else None
+
+    @property
+    def tok_s(self) -> float | None:
+        """batch x length x accum / median(step_s)."""
+        return self.cell.step.tokens / self.median_step_s if self.step_s else None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The device figure, or the next best that the platform has."""
+        for value in (self.device_peak_bytes, self.reserved_peak_bytes, self.allocated_peak_bytes):
+            if value is not None:
+                return value
+        return None
+
+    @classmethod
+    def from_json(cls, values: object) -> "Record":
+        """Checks one record; UserError says what is wrong. Unknown fields are ignored."""
+        if not isinstance(values, dict):
+            raise UserError("a record must be a JSON object")
+        schema = values.get("schema")
+        if isinstance(schema, int) and schema > SCHEMA:
+            raise UserError(f"schema {schema} is newer than this version reads ({SCHEMA}); update spillcliff")
+        if schema != SCHEMA:
+            raise UserError(f"schema is {schema!r}; this version reads {SCHEMA}")
+        values = dict(values)
+        for name, kind in (("cell", Cell), ("model", ModelConfig)):
+            values[name] = from_fields(kind, values.get(name), name)
+        for name in ("warmup_s", "step_s"):
+            times = values.get(name, [])
+            if not isinstance(times, list) or not all(_is_number(t) and t > 0 for t in times):
+                raise UserError(f"{name} must be a list of seconds above zero")
+            values[name] = tuple(times)
+        record = from_fields(cls, values, "the record")
+        if record.status not in STATUSES:
+            raise UserError(f"status {record.status!r} is unknown; it is one of {', '.join(STATUSES)}")
+        if record.status == "fits" and not record.step_s:
+            raise UserError("a cell that fits must have step_s, at least one time")
+        for name in ("at", "device", "why"):
+            if not isinstance(getattr(record, name), str):
+                raise UserError(f"{name} must be text")
+        for name in ("software", "readings"):
+            if not isinstance(getattr(record, name), dict):
+                raise UserError(f"{name} must be an object")
+        for name in ("micro_s", "optimizer_s", "eval_s", "setup_s", "allocated_peak_bytes", "reserved_peak_bytes",
+                     "device_peak_bytes", "free_at_start_bytes"):
+            value = getattr(record, name)
+            if value is not None and not (_is_number(value) and value >= 0):
+                raise UserError(f"{name} is {value!r}; it must be a number of 0 or more, or null")
+        return record
+
+    def to_json(self) -> dict:
+        values = dataclasses.asdict(self)
+        values["model"]["parameters"] = self.model.parameters
+        return values
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def load(path: Path | str, say=lambda line: None) -> list[Record]:
+    """The records of a file, oldest first. A torn last line (a process killed while writing) is named by `say` and left
+    out; any other damage is a UserError with file and line."""
+    try:
+        data = Path(path).read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"records {path}: no such file; `probe grid` makes one") from None
+    except OSError as e:
+        raise UserError(f"records {path}: {e.strerror or e}") from None
+    lines = data.split(b"\n")
+    records = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            records.append(Record.from_json(json.loads(line)))
+        except (ValueError, RecursionError):
+            if number == len(lines):
+                say(f"records {path}: line {number} is torn and left out")
+                continue
+            raise UserError(f"records {path}, line {number} is not JSON: {line[:40].decode(errors='replace')!r}") from None
+        except UserError as e:
+            raise UserError(f"records {path}, line {number}: {e}") from None
+    return records
+
+
+def append(path: Path, record: Record) -> None:
+    """Adds one line, on disk when this returns. A torn last line is set aside in <path>.torn first."""
+    line = json.dumps(record.to_json()).encode() + b"\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab+") as f:
+            _set_torn_aside(f, path)
+            f.write(line)
+            f.flush()
+            os.fsync(f.fileno())
+    except OSError as e:
+        raise UserError(f"can't write {path}: {e.strerror or e}") from None
+
+
+def _set_torn_aside(f, path: Path) -> None:
+    size = f.seek(0, os.SEEK_END)
+    if not size:
+        return
+    f.seek(-1, os.SEEK_END)
+    if f.read(1) == b"\n":
+        return
+    f.seek(0)
+    start = f.read().rfind(b"\n") + 1
+    f.seek(start)
+    with open(path.with_name(path.name + ".torn"), "ab") as aside:
+        aside.write(f.read() + b"\n")
+    f.truncate(start)
+
+
+def latest(records: Iterable[Record]) -> dict[tuple[str, Cell], Record]:
+    """The newest record of each (device, cell); records come oldest first."""
+    return {(r.device, r.cell): r for r in records}
+
+
+def frame(records: Iterable[Record]):
+    """The records as a pandas frame, a row each, with tok_s, step_s (median) and peak_bytes worked out."""
+    import pandas as pd
+
+    return pd.DataFrame([dataclasses.asdict(r.cell) | {
+        "status": r.status, "why": r.why, "device": r.device, "tok_s": r.tok_s, "step_s": r.median_step_s,
+        "peak_bytes": r.peak_bytes, "allocated_peak_bytes": r.allocated_peak_bytes,
+        "reserved_peak_bytes": r.reserved_peak_bytes, "at": r.at} for r in records])

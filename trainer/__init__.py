@@ -1,0 +1,1 @@
+"""The minimal fp32 trainer: the system under test, which imports nothing else of ours."""

@@ -1,0 +1,189 @@
+"""The command `train`, and what the three commands share: one line for an error, one object for --json."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import click
+
+from trainer.errors import Refused, UserError
+
+HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+def guarded(command: click.Command, name: str) -> None:
+    """Runs a command and leaves with the contract's exit code; an expected failure is one line on stderr."""
+    def interrupt(signum, frame):
+        raise KeyboardInterrupt
+
+    if hasattr(signal, "SIGTERM"):
+        signal.signal(signal.SIGTERM, interrupt)
+    try:
+        code = command.main(prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
+    except UserError as e:
+        code = _fail(str(e), e.exit_code)
+    except click.ClickException as e:
+        code = _fail(e.format_message(), 2)
+    except (KeyboardInterrupt, click.Abort):
+        code = 130
+    except BrokenPipeError:  # `plan | head`: nobody reads any more, which is no error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = 0
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> int:
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+class Output:
+    """Where a command's words go: to stdout, or with --json to stderr, so that stdout is one object."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self.stream = sys.stderr if as_json else sys.stdout
+
+    def say(self, line: str = "") -> None:
+        print(line, file=self.stream, flush=True)
+
+    def result(self, value: dict) -> None:
+        if self.as_json:
+            print(json.dumps(value))
+
+    def console(self):
+        """A rich console on the same stream; 80 columns where there is no terminal."""
+        from rich.console import Console
+
+        return Console(file=self.stream, highlight=False, width=None if self.stream.isatty() else 80)
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, words on stderr.")
+device_option = click.option("--device", metavar="D", help="cuda, cuda:1, cpu, mps or xpu.  [default: the best here]")
+
+
+@click.group(invoke_without_command=True, context_settings=HELP, no_args_is_help=True)
+@click.option("--plan", "plan_path", type=click.Path(path_type=Path), metavar="FILE", help="The plan to run.")
+@click.option("--data", type=click.Path(path_type=Path), metavar="FILE", help="Token file to train on.")
+@click.option("--val", type=click.Path(path_type=Path), metavar="FILE",
+              help="Token file to validate on.  [default: the last hundredth of --data]")
+@click.option("--run", "run_path", type=click.Path(path_type=Path), metavar="DIR",
+              help="The run's folder.  [default: results/runs/MODEL-TIME]")
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --run.")
+@click.option("--dry-run", is_flag=True, help="Check plan, data and device, say what would run, and stop.")
+@click.option("--allow-battery", is_flag=True, help="Start even on battery (about half as fast).")
+@device_option
+@json_option
+@click.pass_context
+def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, device, as_json) -> None:
+    """Train a small language model as planned, in fp32, and write a receipt of planned beside actual."""
+    if ctx.invoked_subcommand:
+        if plan_path or data or val or run_path or resume or dry_run:
+            raise click.UsageError(f"options of a run don't go with `train {ctx.invoked_subcommand}`; put its own after it")
+        return
+    if plan_path is None or data is None:
+        raise click.UsageError("a run needs --plan FILE and --data FILE; `plan` and `train tokenize` make them")
+    if resume and run_path is None:
+        raise click.UsageError("--resume needs --run DIR, the folder of the run to go on with")
+    out = Output(as_json)
+    from trainer.device import Claim, facts, on_battery, resolve
+    from trainer.log import RunFolder, default_run, describe, receipt_rows
+    from trainer.plan import Plan
+
+    plan = Plan.load(plan_path)
+    if on_battery() and not allow_battery:
+        raise Refused("this machine is on battery, where a card runs at about half its speed (Notebookcheck: -53%) and a "
+                      "forecast means nothing; plug it in, or add --allow-battery")
+    claim = Claim()
+    where = resolve(device)
+    from trainer.loop import open_data, run
+
+    tokens, held = open_data(plan, data, val)
+    folder_path = run_path or default_run(Path("results"), plan)
+    seen = plan.steps * plan.step.tokens / len(tokens.ids)
+    out.say(describe(plan))
+    out.say(f"data {data}: {len(tokens.ids):,} tokens, each seen {seen:.1f} times; {len(held.ids):,} held back to validate")
+    if dry_run:
+        from trainer.device import refuse_engine
+
+        seen = facts(where)
+        if refusal := refuse_engine(plan.step.engine, where.type, seen.capability):
+            raise UserError(refusal)
+        out.say(f"would run on {seen.name} into {folder_path}; nothing was written")
+        out.result({"run": str(folder_path), "device": seen.fingerprint, "steps": plan.steps, "tokens": len(tokens.ids)})
+        return
+    if resume:
+        folder = RunFolder.resume(folder_path, plan)
+    else:
+        folder = RunFolder.start(folder_path, plan)
+    from trainer.live import Live
+
+    with Live(out.console()) as live:
+        paper = run(plan, tokens, held, folder, where, resume, claim, live.say, live.update)
+    out.say(f"validation loss {paper['first_val_loss']:.3f} -> {paper['val_loss']:.3f}; receipt in {folder.path}")
+    print_rows(out, ("", "planned", "actual", "difference"), receipt_rows(paper))
+    out.result(paper | {"run": str(folder.path)})
+
+
+def print_rows(out: Output, head: tuple[str, ...], rows) -> None:
+    """A small table of text cells, the first column to the left and the others to the right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(head):
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    out.console().print(table)
+
+
+@cli.command(context_settings=HELP)
+@click.argument("texts", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TEXT...")
+@click.option("--out", "out_path", required=True, type=click.Path(path_type=Path), metavar="FILE", help="Token file to write.")
+@click.option("--vocab", default="32000", show_default=True, metavar="N", help="Entries of the tokenizer to train.")
+@click.option("--tokenizer", "tokenizer_path", type=click.Path(path_type=Path), metavar="FILE",
+              help="Use this tokenizer.json instead of training one.")
+@json_option
+def tokenize(texts, out_path, vocab, tokenizer_path, as_json) -> None:
+    """Turn UTF-8 text files into a token file with a byte-level BPE trained on them."""
+    from trainer import tokenizer
+    from trainer.units import parse_count
+
+    out = Output(as_json)
+    out.result(tokenizer.tokenize(list(texts), out_path, parse_count(vocab, "--vocab"), tokenizer_path, out.say))
+
+
+@cli.command(context_settings=HELP)
+@click.option("--run", "run_path", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The run's folder.")
+@click.option("--prompt", required=True, metavar="TEXT", help="How the text begins.")
+@click.option("--tokens", "count", default=100, show_default=True, type=click.IntRange(1), help="Tokens to add.")
+@click.option("--temperature", default=0.8, show_default=True, type=click.FloatRange(0), help="0 takes the likeliest.")
+@click.option("--top-k", default=50, show_default=True, type=click.IntRange(1), help="Draw from the K likeliest.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
+@device_option
+@json_option
+def sample(run_path, prompt, count, temperature, top_k, seed, device, as_json) -> None:
+    """Write text with a run's newest checkpoint."""
+    from trainer.device import resolve
+
+    where = resolve(device)
+    from trainer.sample import sample as draw
+
+    out = Output(as_json)
+    text = draw(run_path, prompt, count, temperature, top_k, seed, where, out.say)
+    if as_json:
+        out.result({"text": text})
+    else:
+        out.say(text)
+
+
+def main() -> None:
+    guarded(cli, "train")
+
+
+if __name__ == "__main__":
+    main()

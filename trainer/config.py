@@ -1,0 +1,194 @@
+"""Shapes and settings as plain data, and what follows from them by arithmetic alone. Imports no torch."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from trainer.errors import UserError
+from trainer.units import format_count, parse_count
+
+VOCAB = 32_000
+"""Vocabulary at which a size's name is true (Llama's 32,000)."""
+
+SIZES = ("1M", "2M", "5M", "10M", "20M", "50M", "100M", "150M", "200M", "300M", "500M", "700M", "1B")
+"""The named sizes; `ModelConfig.named` takes any other from 0.7M up as well."""
+
+DEPTH_TO_WIDTH = 40
+"""Width over depth that `shape_for` aims at: GPT-2 has 64, MobileLLM (arXiv 2402.14905) 19 at 125M, and Kaplan et al.
+(arXiv 2001.08361, fig. 5) find the loss within 1% from 20 to 100."""
+
+ENGINES = ("eager", "graph", "compile")
+RECOMPUTES = ("none", "elementwise", "block")
+
+
+def _check(fields: object, names: tuple[str, ...], thing: str) -> None:
+    for name in names:
+        value = getattr(fields, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+            raise UserError(f"{thing}: {name} is {value!r}; it must be a whole number of 1 or more")
+
+
+def from_fields(cls: type, values: object, thing: str):
+    """Builds the dataclass `cls` from a mapping; unknown keys are ignored, missing ones are a UserError naming them."""
+    if not isinstance(values, dict):
+        raise UserError(f"{thing} must be an object of fields, not {values!r:.60}")
+    fields = dataclasses.fields(cls)
+    missing = [f.name for f in fields if f.name not in values
+               and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+    if missing:
+        raise UserError(f"{thing} lacks {', '.join(missing)}")
+    return cls(**{f.name: values[f.name] for f in fields if f.name in values})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder's shape: RMSNorm, RoPE, SwiGLU, grouped-query attention, tied embeddings, no biases.
+
+    Raises UserError for a shape that can't be, with what would be right.
+    """
+
+    name: str
+    layers: int
+    d_model: int
+    heads: int
+    kv_heads: int
+    d_ff: int
+    vocab: int = VOCAB
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        thing = f"model {self.name}"
+        if not isinstance(self.name, str):
+            raise UserError(f"model name {self.name!r} must be text, such as 150M")
+        _check(self, ("layers", "d_model", "heads", "kv_heads", "d_ff", "vocab"), thing)
+        for name in ("rope_base", "norm_eps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise UserError(f"{thing}: {name} is {value!r}; it must be a number above zero")
+        if self.d_model % self.heads:
+            raise UserError(f"{thing}: d_model {self.d_model} is not divisible by {self.heads} heads; "
+                            f"{_divisors(self.d_model)} heads would divide it")
+        if self.head_size % 2:
+            raise UserError(f"{thing}: the head size {self.d_model} / {self.heads} = {self.head_size} is odd, and RoPE "
+                            f"turns pairs; d_model {self.heads * (self.head_size + 1)} would give an even one")
+        if self.heads % self.kv_heads:
+            raise UserError(f"{thing}: {self.heads} heads can't share {self.kv_heads} kv heads evenly; "
+                            f"{_divisors(self.heads)} kv heads would do")
+
+    @property
+    def head_size(self) -> int:
+        return self.d_model // self.heads
+
+    @property
+    def parameters(self) -> int:
+        """Number of trained weights; the tied embedding counts once."""
+        kv = self.kv_heads * self.head_size
+        attention = 2 * self.d_model * self.d_model + 2 * self.d_model * kv
+        layer = attention + 3 * self.d_model * self.d_ff + 2 * self.d_model
+        return self.layers * layer + self.vocab * self.d_model + self.d_model
+
+    @property
+    def body_parameters(self) -> int:
+        """Parameters without the embedding: the N of scaling laws."""
+        return self.parameters - self.vocab * self.d_model
+
+    def flops_per_token(self, length: int) -> int:
+        """FLOPs of forward and backward for one token of a sequence of `length`.
+
+        6 per weight of each matrix product (2 forward, 4 backward), the output head included, and causal attention:
+        QK' and AV cost 2 x 2 x d_model x length forward if every key were seen, half of that with the causal mask, and
+        three times the forward in all (Kaplan et al., arXiv 2001.08361, table 1; the mask's half as in PaLM, app. B).
+        """
+        norms = self.layers * 2 * self.d_model + self.d_model
+        return 6 * (self.parameters - norms) + 6 * self.layers * length * self.d_model
+
+    @classmethod
+    def named(cls, name: str, vocab: int = VOCAB) -> "ModelConfig":
+        """The shape called `name` ("150M", "80M", "1B"). The name is the number of parameters at a vocabulary of
+        32,000; another `vocab` keeps the shape and changes the embedding only. UserError for a size out of range."""
+        shape = shape_for(parse_count(name, "model"), str(name).strip())
+        return dataclasses.replace(shape, vocab=vocab)
+
+
+def _divisors(n: int) -> str:
+    """The divisors of n as a user would choose among them: "1, 2, 3, 4, 6 or 12"."""
+    found = [str(k) for k in range(1, n + 1) if n % k == 0][:8]
+    return found[0] if len(found) == 1 else ", ".join(found[:-1]) + " or " + found[-1]
+
+
+def shape_for(parameters: int, name: str) -> ModelConfig:
+    """The rule of depth to width: of all shapes within 2% of `parameters` at a vocabulary of 32,000, the one whose
+    width over depth is nearest to 40.
+
+    Widths are multiples of 128 from 512 on (heads of 64), of 32 from 64 on (heads of 32), else of 4 (one head); the
+    feed-forward is 8/3 of the width (Llama); a third of the heads, or the next smaller divisor, keep keys and values.
+    """
+    best, best_distance = None, math.inf
+    for d_model in [*range(16, 64, 4), *range(64, 512, 32), *range(512, 16_385, 128)]:
+        head_size = 64 if d_model >= 512 else 32 if d_model >= 64 else d_model
+        heads = d_model // head_size
+        kv_heads = max(k for k in range(1, heads + 1) if heads % k == 0 and (k == 1 or 3 * k <= heads))
+        grain = 64 if d_model >= 256 else 16
+        d_ff = max(grain, round(8 * d_model / 3 / grain) * grain)
+        one = ModelConfig(name, 1, d_model, heads, kv_heads, d_ff)
+        two = dataclasses.replace(one, layers=2)
+        layers = round((parameters - one.parameters) / (two.parameters - one.parameters)) + 1
+        if layers < 4:
+            continue
+        shape = dataclasses.replace(one, layers=layers)
+        distance = abs(math.log(d_model / layers / DEPTH_TO_WIDTH))
+        if abs(shape.parameters / parameters - 1) <= 0.02 and distance < best_distance:
+            best, best_distance = shape, distance
+    if best is None:
+        raise UserError(f"model {name!r}: no shape has {format_count(parameters)} parameters; "
+                        f"take a size from 0.7M to 100B, such as {', '.join(SIZES)}")
+    return best
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """One optimizer step: `accum` micro-steps over `batch` sequences of `length` tokens each."""
+
+    batch: int
+    length: int
+    accum: int = 1
+    engine: str = "eager"
+    recompute: str = "none"
+
+    def __post_init__(self) -> None:
+        _check(self, ("batch", "length", "accum"), "step")
+        for name, known in (("engine", ENGINES), ("recompute", RECOMPUTES)):
+            if getattr(self, name) not in known:
+                raise UserError(f"{name} {getattr(self, name)!r} is unknown; it is one of {', '.join(known)}")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per optimizer step."""
+        return self.batch * self.length * self.accum
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its schedule; `lr` is the peak, `warmup_steps` in optimizer steps, `clip` the global gradient norm."""
+
+    lr: float
+    warmup_steps: int = 0
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 1.0
+    schedule: str = "cosine"
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("lr", 0, 10), ("weight_decay", -1e-30, 10), ("clip", 0, 1e9)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < high:
+                raise UserError(f"optimizer: {name} is {value!r}; it must be a number above 0 and below {high:g}")
+        if isinstance(self.warmup_steps, bool) or not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
+            raise UserError(f"optimizer: warmup_steps is {self.warmup_steps!r}; it must be a whole number of 0 or more")
+        if (not isinstance(self.betas, (list, tuple)) or len(self.betas) != 2
+                or not all(isinstance(b, (int, float)) and 0 <= b < 1 for b in self.betas)):
+            raise UserError(f"optimizer: betas is {self.betas!r}; it must be two numbers from 0 to below 1")
+        object.__setattr__(self, "betas", tuple(self.betas))
+        if self.schedule not in ("cosine", "constant"):
+            raise UserError(f"optimizer: schedule {self.schedule!r} is unknown; it is cosine or constant")

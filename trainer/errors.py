@@ -1,0 +1,19 @@
+"""Failures that a user can put right, each told in one line."""
+
+
+class UserError(Exception):
+    """Bad input or usage: the message names the thing, what is wrong and what would be right."""
+
+    exit_code = 2
+
+
+class NoPlan(UserError):
+    """Nothing fits, or no plan is possible from what was measured."""
+
+    exit_code = 3
+
+
+class Refused(UserError):
+    """The machine is not in a state in which a run should start."""
+
+    exit_code = 4

@@ -1,0 +1,42 @@
+"""The line that changes while a command works: in place on a terminal, now and then in a pipe."""
+
+import time
+
+EVERY_S = 10
+"""Seconds between lines where there is no terminal, so that the log of a run of hours stays short."""
+
+
+class Live:
+    """`say` prints a line that stays, `update` changes the one at the bottom. Takes a rich console."""
+
+    def __init__(self, console) -> None:
+        from rich.live import Live as RichLive
+
+        self._console = console
+        self._live = RichLive(console=console, transient=True, auto_refresh=False) if console.is_terminal else None
+        self._at = 0.0
+
+    def __enter__(self) -> "Live":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *failure) -> None:
+        if self._live:
+            self._live.stop()
+
+    def update(self, line: str) -> None:
+        from rich.text import Text
+
+        now = time.monotonic()
+        if now - self._at < (0.1 if self._live else EVERY_S):
+            return
+        self._at = now
+        if self._live:
+            self._live.update(Text(line, no_wrap=True, overflow="crop"), refresh=True)
+        else:
+            self.say(line)
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.file.flush()

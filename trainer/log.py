@@ -1,0 +1,146 @@
+"""What a run leaves behind and shows: the JSONL log, the live line, the receipt."""
+
+import json
+import os
+import time
+from collections import deque
+from pathlib import Path
+from statistics import median
+
+from trainer.errors import UserError
+from trainer.pace import StepTimes
+from trainer.plan import Plan
+from trainer.units import format_bytes, format_count, format_duration
+
+
+class RunLog:
+    """Appends one JSON object a line to log.jsonl; a line is on disk when `write` returns."""
+
+    def __init__(self, run: Path) -> None:
+        self.path = run / "log.jsonl"
+        self._file = open(self.path, "a", encoding="utf-8")
+
+    def write(self, kind: str, step: int, **values) -> None:
+        try:
+            self._file.write(json.dumps({"kind": kind, "step": step, "at": round(time.time(), 3), **values}) + "\n")
+            self._file.flush()
+        except OSError as e:
+            raise UserError(f"can't write {self.path}: {e.strerror or e}") from None
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Meter:
+    """Rates of this process's own steps: what a resumed run did before, and the first steps, are not in them."""
+
+    WARMUP = 5
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self._tokens = tokens_per_step
+        self._seen = 0
+        self.step_s: list[float] = []
+        self._recent: deque[float] = deque(maxlen=20)
+
+    def add(self, times: StepTimes) -> None:
+        self._seen += 1
+        self._recent.append(times.step_s)
+        if self._seen > self.WARMUP:
+            self.step_s.append(times.step_s)
+
+    @property
+    def recent_s(self) -> float | None:
+        """Median seconds of the latest steps."""
+        return median(self._recent) if self._recent else None
+
+    @property
+    def tok_s(self) -> float | None:
+        """Tokens per second at the median step; None before the warm-up is over."""
+        return self._tokens / median(self.step_s) if self.step_s else None
+
+
+def live_line(plan: Plan, step: int, loss: float, meter: Meter, peak_bytes: int | None) -> str:
+    """One line for a person: step, loss, tok/s, time left, memory; below 80 columns."""
+    recent = meter.recent_s
+    rate = f"{plan.step.tokens / recent:,.0f} tok/s" if recent else "-"
+    left = format_duration((plan.steps - step) * recent) if recent else "?"
+    memory = format_bytes(peak_bytes) if peak_bytes else "-"
+    return f"step {step}/{plan.steps}  loss {loss:.3f}  {rate}  {left} left  peak {memory}"
+
+
+def receipt(plan: Plan, meter: Meter, peaks: dict, seconds: float, extra: dict) -> dict:
+    """Planned beside actual: {planned, actual, ratio} for tok_s, peak_bytes and hours, and how the time was spent.
+
+    A figure that can't be had (no steps after the warm-up, no peak on this device) is null, and so is its ratio.
+    """
+    peak = peaks["device_peak_bytes"] or peaks["reserved_peak_bytes"]
+    planned = {name: getattr(plan.predicted, name).mid for name in ("tok_s", "peak_bytes", "hours")}
+    actual = {"tok_s": meter.tok_s, "peak_bytes": peak, "hours": seconds / 3600}
+    ratio = {k: actual[k] / planned[k] if actual[k] and planned[k] else None for k in planned}
+    return {"schema": 1, "planned": planned, "actual": actual, "ratio": ratio, "device": plan.device,
+            "model": plan.model.name, "steps": plan.steps, "tokens": plan.steps * plan.step.tokens, **peaks, **extra}
+
+
+def receipt_rows(receipt: dict) -> list[tuple[str, str, str, str]]:
+    """(what, planned, actual, difference) as text, for a table."""
+    def show(name, value):
+        if value is None:
+            return "-"
+        return {"tok_s": lambda v: f"{v:,.0f} tok/s", "peak_bytes": format_bytes,
+                "hours": lambda v: format_duration(v * 3600)}[name](value)
+
+    return [(label, show(name, receipt["planned"][name]), show(name, receipt["actual"][name]),
+             f"{(receipt['ratio'][name] - 1) * 100:+.1f}%" if receipt["ratio"][name] else "-")
+            for name, label in (("tok_s", "throughput"), ("peak_bytes", "peak memory"), ("hours", "whole time"))]
+
+
+class RunFolder:
+    """results/runs/<id>/ of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def start(cls, path: Path, plan: Plan) -> "RunFolder":
+        """Makes the folder; UserError if a run is in it already."""
+        if (path / "plan.json").exists():
+            raise UserError(f"{path} holds a run already; go on with it by --resume, or name another --run")
+        plan.save(path / "plan.json")
+        return cls(path)
+
+    @classmethod
+    def resume(cls, path: Path, plan: Plan) -> "RunFolder":
+        """The folder of a run to go on with; UserError if it holds none or its plan was another one."""
+        if not (path / "plan.json").exists():
+            raise UserError(f"{path} holds no run to resume; leave --resume out to start one")
+        old, new = Plan.load(path / "plan.json").to_json(), plan.to_json()
+        changed = [f"{name} {old[name]!r:.80} -> {new[name]!r:.80}"
+                   for name in ("model", "step", "steps", "corpus_tokens", "epochs", "optimizer") if old[name] != new[name]]
+        if changed:
+            raise UserError(f"run {path} was started from another plan ({'; '.join(changed)}); resume with its own, "
+                            f"{path / 'plan.json'}")
+        return cls(path)
+
+
+def default_run(results: Path, plan: Plan) -> Path:
+    """A new folder's name under results/runs/, from the model and the local time."""
+    base = results / "runs" / f"{plan.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, n = base, 1
+    while path.exists():
+        n += 1
+        path = Path(f"{base}-{n}")
+    return path
+
+
+def describe(plan: Plan) -> str:
+    """The plan in one line."""
+    s = plan.step
+    return (f"{plan.model.name} ({format_count(plan.model.parameters)} parameters), B={s.batch} L={s.length} "
+            f"accum={s.accum} {s.engine}/{s.recompute}, {plan.steps} steps of {s.tokens} tokens")
+
+
+def process_seconds() -> float:
+    """Seconds since this process started, the imports included."""
+    import psutil
+
+    return time.time() - psutil.Process(os.getpid()).create_time()

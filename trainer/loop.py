@@ -1,0 +1,136 @@
+"""The run: reads top to bottom as what happens."""
+
+import math
+import shutil
+import time
+from pathlib import Path
+
+import torch
+
+from trainer import checkpoint, device
+from trainer.errors import UserError
+from trainer.files import write_json
+from trainer.log import Meter, RunFolder, RunLog, live_line, process_seconds, receipt
+from trainer.pace import Pace
+from trainer.plan import EVAL_BATCHES, Plan, eval_steps, held_back
+from trainer.schedule import lr
+from trainer.step import TrainStep
+from trainer.tokens import Tokens, feed
+
+SEED = 0
+
+
+def open_data(plan: Plan, data: Path, val: Path | None) -> tuple[Tokens, Tokens]:
+    """Training and validation tokens, every id checked against the plan's vocabulary. Without `val`, the last hundredth
+    of the data (at least one window, at most what an evaluation reads) is kept for it. UserError if they don't suit."""
+    length = plan.step.length
+    tokens = Tokens.open(data)
+    tokens.check(plan.model.vocab)
+    if val is not None:
+        held = Tokens.open(val)
+        held.check(plan.model.vocab)
+    else:
+        if len(tokens.ids) < 2 * (length + 1):
+            raise UserError(f"token file {data} has {len(tokens.ids)} tokens; at length {length} a window to train on and "
+                            f"one to validate on take {2 * (length + 1)}: give more text or a shorter length, or --val")
+        tokens, held = tokens.split(held_back(len(tokens.ids), plan.step))
+    tokens.windows(length)
+    held.windows(length)
+    return tokens, held
+
+
+def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resume: bool, claim: device.Claim,
+        say, live) -> dict:
+    """Trains as planned from the start or the newest checkpoint, and returns the receipt.
+
+    `say` takes lines that stay, `live` the line that changes. On KeyboardInterrupt the state is saved first.
+    """
+    facts = device.facts(where)
+    if facts.fingerprint != plan.device:
+        say(f"note: planned on {plan.device}, running on {facts.fingerprint}: the forecast is not for this device")
+    step = TrainStep(plan.model, plan.step, plan.optimizer, where, SEED)
+    start, before_s, first_loss = 0, 0.0, None
+    if resume:
+        state, tensors = checkpoint.load(folder.path, say)
+        try:
+            step.load_state(tensors)
+        except (KeyError, RuntimeError) as e:
+            raise UserError(f"run {folder.path}: its checkpoint is not of this model ({str(e).splitlines()[0]:.80})") from None
+        del tensors
+        start, before_s, first_loss = state["step"], state["seconds"], state["first_val_loss"]
+        say(f"resuming after step {start}")
+    elif tokens.tokenizer and Path(tokens.tokenizer).is_file():
+        shutil.copyfile(tokens.tokenizer, folder.path / "tokenizer.json")
+
+    log, meter, pace = RunLog(folder.path), Meter(plan.step.tokens), Pace(step)
+    batches = [torch.from_numpy(b).to(where) for b in held.fixed(plan.step.batch, plan.step.length, EVAL_BATCHES)]
+    evaluations = set(eval_steps(plan.steps, plan.eval))
+    spent = {"eval_s": 0.0, "checkpoint_s": 0.0}
+    peaks = {"device_peak_bytes": None}
+    loss = val_loss = math.nan
+    started_s = process_seconds()
+
+    def note(number: int, times) -> None:
+        nonlocal loss
+        loss = times.loss
+        meter.add(times)
+        log.write("step", number, loss=times.loss, norm=times.norm, step_s=times.step_s, micro_s=times.micro_s,
+                  optimizer_s=times.optimizer_s, lr=lr(number - 1, plan.steps, plan.optimizer))
+        if not (math.isfinite(times.loss) and math.isfinite(times.norm)):
+            raise UserError(f"loss {times.loss} with gradient norm {times.norm} at step {number}: the run stops here; "
+                            f"its last checkpoint is in {folder.path / 'checkpoints'}; try a lower lr in the plan")
+        live(live_line(plan, number, times.loss, meter, peaks["device_peak_bytes"]))
+
+    def evaluate(number: int) -> None:
+        nonlocal val_loss, first_loss
+        begin = time.perf_counter()
+        losses = [float(step.evaluate(b)) * len(b) for b in batches]
+        val_loss = sum(losses) / sum(len(b) for b in batches)
+        spent["eval_s"] += time.perf_counter() - begin
+        first_loss = val_loss if first_loss is None else first_loss
+        peaks.update(claim.peaks(where, facts.uuid))
+        log.write("eval", number, val_loss=val_loss, seconds=time.perf_counter() - begin)
+        say(f"step {number}/{plan.steps}  validation loss {val_loss:.4f}")
+
+    def save(number: int) -> None:
+        begin = time.perf_counter()
+        path = checkpoint.save(folder.path, number, step.named_state(), {
+            "seconds": before_s + process_seconds(), "first_val_loss": first_loss})
+        spent["checkpoint_s"] += time.perf_counter() - begin
+        log.write("checkpoint", number, path=path.name, seconds=time.perf_counter() - begin)
+
+    done = start
+    try:
+        if start == 0:
+            evaluate(0)
+        for tokens_of_step in feed(tokens, plan.step, SEED, where, start):
+            if done >= plan.steps:
+                break
+            finished = pace.run(tokens_of_step, lr(done, plan.steps, plan.optimizer))
+            done += 1
+            if finished:
+                note(done - 1, finished)
+            due_eval, due_save = done in evaluations, done % plan.checkpoint == 0 or done == plan.steps
+            if due_eval or due_save:
+                note(done, pace.drain())
+                if due_eval:
+                    evaluate(done)
+                if due_save:
+                    save(done)
+    except KeyboardInterrupt:
+        if (finished := pace.drain()) is not None:
+            note(done, finished)
+        if done > start:
+            save(done)
+        say(f"interrupted after step {done}; go on with: train --plan {folder.path / 'plan.json'} "
+            f"--data {tokens.path} --run {folder.path} --resume")
+        raise
+    finally:
+        log.close()
+
+    peaks.update(claim.peaks(where, facts.uuid))
+    paper = receipt(plan, meter, peaks, before_s + process_seconds(), {
+        "start_up_s": started_s, **spent, "first_val_loss": first_loss, "val_loss": val_loss, "loss": loss,
+        "software": facts.software, "ran_on": facts.fingerprint})
+    write_json(folder.path / "receipt.json", paper)
+    return paper

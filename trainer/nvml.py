@@ -1,0 +1,87 @@
+"""What the NVIDIA driver says, without touching the card: every reading is a number or None."""
+
+import functools
+import warnings
+
+
+@functools.cache
+def _nvml():
+    """The initialised library, or None where there is no NVIDIA driver."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import pynvml
+        pynvml.nvmlInit()
+        return pynvml
+    except Exception:  # no package, no library, no driver, no permission: all mean that nothing can be read
+        return None
+
+
+def _ask(name: str, *args):
+    """One NVML call; None where it is not supported (per-process memory under Windows, power on old laptops)."""
+    nvml = _nvml()
+    if nvml is None:
+        return None
+    try:
+        return getattr(nvml, name)(*args)
+    except (nvml.NVMLError, AttributeError, ValueError):
+        return None
+
+
+def _text(value) -> str | None:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def uuids() -> tuple[str, ...]:
+    """The cards' names for themselves ("GPU-..."), in the driver's order."""
+    handles = [_ask("nvmlDeviceGetHandleByIndex", i) for i in range(_ask("nvmlDeviceGetCount") or 0)]
+    return tuple(_text(_ask("nvmlDeviceGetUUID", h)) or "" for h in handles if h is not None)
+
+
+def _handle(uuid: str):
+    return _ask("nvmlDeviceGetHandleByUUID", uuid)
+
+
+def used_bytes(uuid: str) -> int | None:
+    """Bytes in use on the card by everything."""
+    memory = _ask("nvmlDeviceGetMemoryInfo", _handle(uuid)) if uuid else None
+    return memory and int(memory.used)
+
+
+def free_bytes(uuid: str) -> int | None:
+    memory = _ask("nvmlDeviceGetMemoryInfo", _handle(uuid)) if uuid else None
+    return memory and int(memory.free)
+
+
+def process_bytes(uuid: str, pid: int) -> int | None:
+    """Bytes of the card that process `pid` holds, context included; None under Windows and in most containers."""
+    for process in _ask("nvmlDeviceGetComputeRunningProcesses", _handle(uuid)) or () if uuid else ():
+        if process.pid == pid:
+            return process.usedGpuMemory
+    return None
+
+
+def driver() -> str | None:
+    return _text(_ask("nvmlSystemGetDriverVersion"))
+
+
+def readings(uuid: str) -> dict:
+    """Clock (MHz), temperature, power (W), utilization (%) and the throttle bits, each only where there is one."""
+    handle = _handle(uuid) if uuid else None
+    if handle is None:
+        return {}
+    power, utilization = _ask("nvmlDeviceGetPowerUsage", handle), _ask("nvmlDeviceGetUtilizationRates", handle)
+    found = {
+        "clock_mhz": _ask("nvmlDeviceGetClockInfo", handle, 1),  # 1: the multiprocessors' clock
+        "temperature_c": _ask("nvmlDeviceGetTemperature", handle, 0),  # 0: the chip's own sensor
+        "power_w": power and power / 1000,
+        "utilization": utilization and utilization.gpu,
+        "throttle": _ask("nvmlDeviceGetCurrentClocksEventReasons", handle),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def names() -> tuple[str, ...]:
+    """The cards' product names, in the driver's order."""
+    handles = [_ask("nvmlDeviceGetHandleByIndex", i) for i in range(_ask("nvmlDeviceGetCount") or 0)]
+    return tuple(_text(_ask("nvmlDeviceGetName", h)) or "" for h in handles if h is not None)

@@ -1,0 +1,69 @@
+"""Runs steps one behind the device, as training does, and tells what each took. The probe and the trainer both use it,
+so that what is measured is what runs: a wait after every step would add the launch time of the next one."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from trainer.device import synchronize
+from trainer.step import TrainStep
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One finished step: mean loss, gradient norm before the clip, and seconds. `step_s` runs from the end of the step
+    before to the end of this one; `micro_s` is one forward and backward, `optimizer_s` clip and update."""
+
+    loss: float
+    norm: float
+    step_s: float
+    micro_s: float
+    optimizer_s: float
+
+
+class Pace:
+    """Keeps one step in flight. `run` starts a step and returns the one before it, if any; `drain` returns the last.
+    After a pause (evaluation, checkpoint) the next step is timed from its own start."""
+
+    def __init__(self, step: TrainStep) -> None:
+        self._step, self._device = step, step.device
+        self._cuda = step.device.type == "cuda"
+        self._host = torch.empty(2, 2, pin_memory=self._cuda)
+        self._slot = 0
+        self._last = None
+        self._flying = None
+
+    def _mark(self):
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        synchronize(self._device)
+        return time.perf_counter()
+
+    def _between(self, a, b) -> float:
+        return a.elapsed_time(b) / 1000 if self._cuda else b - a
+
+    def run(self, tokens, lr: float) -> StepTimes | None:
+        begin = self._last or self._mark()
+        middle = []
+        loss, norm = self._step(tokens, lr, lambda: middle.append(self._mark()))
+        host = self._host[self._slot]
+        host.copy_(torch.stack((loss, norm)), non_blocking=True)
+        self._slot = 1 - self._slot
+        self._last = self._mark()
+        before, self._flying = self._flying, (begin, middle[0], self._last, host)
+        return before and self._finish(before)
+
+    def drain(self) -> StepTimes | None:
+        before, self._flying, self._last = self._flying, None, None
+        return before and self._finish(before)
+
+    def _finish(self, flying) -> StepTimes:
+        begin, middle, end, host = flying
+        if self._cuda:
+            end.synchronize()
+        return StepTimes(loss=float(host[0]), norm=float(host[1]), step_s=self._between(begin, end),
+                         micro_s=self._between(begin, middle) / self._step.step.accum,
+                         optimizer_s=self._between(middle, end))

@@ -1,0 +1,126 @@
+"""The plan: what to train, how, and what it is expected to take."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config import ModelConfig, OptimizerConfig, StepConfig, from_fields
+from trainer.errors import UserError
+from trainer.files import read_json, write_json
+
+SCHEMA = 1
+"""1: first version."""
+
+EVAL_BATCHES = 16
+"""Most batches of an evaluation, always the same windows."""
+
+
+def held_back(tokens: int, step: StepConfig) -> int:
+    """Tokens at the end of a file of `tokens` that are kept for validation where no other file is given: a hundredth,
+    at least one window, and no more than an evaluation reads."""
+    return max(step.length + 1, min(tokens // 100, EVAL_BATCHES * step.batch * step.length + 1))
+
+
+def eval_steps(steps: int, every: int) -> list[int]:
+    """The numbers of finished steps after which the trainer evaluates: at the start, every `every`, at the end."""
+    return sorted({*range(0, steps + 1, every), steps})
+
+
+@dataclass(frozen=True)
+class Span:
+    """A forecast: the middle and the ends of its band."""
+
+    low: float
+    mid: float
+    high: float
+
+    def __post_init__(self) -> None:
+        for name in ("low", "mid", "high"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise UserError(f"{name} is {value!r}; it must be a number of 0 or more")
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Forecasts of throughput, of the process's claim on the device, and of the whole wall-clock."""
+
+    tok_s: Span
+    peak_bytes: Span
+    hours: Span
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Written by `plan`, run by `train`; the fields are those of the plan's JSON. `eval` and `checkpoint` are cadences in
+    steps."""
+
+    schema: int
+    at: str
+    device: str
+    model: ModelConfig
+    step: StepConfig
+    corpus_tokens: int
+    epochs: float
+    steps: int
+    optimizer: OptimizerConfig
+    eval: int
+    checkpoint: int
+    limit_bytes: int
+    predicted: Predicted
+    why: list
+    runners_up: list
+    rejected: list
+    records_sha256: str
+    calibration: dict
+
+    @classmethod
+    def load(cls, path: Path | str) -> "Plan":
+        """Reads and checks a plan; UserError with the file, the field and what would be right."""
+        values = read_json(path, "plan")
+        try:
+            return cls.from_json(values)
+        except UserError as e:
+            raise UserError(f"plan {path}: {e}") from None
+
+    @classmethod
+    def from_json(cls, values: dict) -> "Plan":
+        schema = values.get("schema")
+        if isinstance(schema, int) and schema > SCHEMA:
+            raise UserError(f"schema {schema} is newer than this version reads ({SCHEMA}); update spillcliff")
+        if schema != SCHEMA:
+            raise UserError(f"schema is {schema!r}; this version reads {SCHEMA}. Make the plan again with `plan`")
+        values = dict(values)
+        for name, kind in (("model", ModelConfig), ("step", StepConfig), ("optimizer", OptimizerConfig)):
+            if name in values:
+                values[name] = from_fields(kind, values[name], name)
+        if "predicted" in values:
+            predicted = values["predicted"]
+            if not isinstance(predicted, dict):
+                raise UserError("predicted must be an object of tok_s, peak_bytes and hours")
+            values["predicted"] = from_fields(
+                Predicted, {k: from_fields(Span, v, f"predicted {k}") for k, v in predicted.items()
+                            if k in ("tok_s", "peak_bytes", "hours")}, "predicted")
+        plan = from_fields(cls, values, "it")
+        for name in ("corpus_tokens", "steps", "eval", "checkpoint", "limit_bytes"):
+            value = getattr(plan, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UserError(f"{name} is {value!r}; it must be a whole number of 1 or more")
+        if isinstance(plan.epochs, bool) or not isinstance(plan.epochs, (int, float)) or not 0 < plan.epochs < 1e6:
+            raise UserError(f"epochs is {plan.epochs!r}; it must be a number above 0")
+        for name, kind, what in (("at", str, "text"), ("device", str, "text"), ("records_sha256", str, "text"),
+                                 ("why", list, "a list"), ("runners_up", list, "a list"),
+                                 ("rejected", list, "a list"), ("calibration", dict, "an object")):
+            if not isinstance(getattr(plan, name), kind):
+                raise UserError(f"{name} is {getattr(plan, name)!r:.60}; it must be {what}")
+        return plan
+
+    def to_json(self) -> dict:
+        values = dataclasses.asdict(self)
+        values["model"]["parameters"] = self.model.parameters
+        values["optimizer"]["betas"] = list(self.optimizer.betas)
+        return values
+
+    def save(self, path: Path | str) -> None:
+        write_json(path, self.to_json())

@@ -1,0 +1,42 @@
+"""Text out of a run's newest checkpoint."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from trainer import checkpoint, tokenizer
+from trainer.errors import UserError
+from trainer.model import Decoder
+from trainer.plan import Plan
+
+
+@torch.no_grad()
+def sample(run: Path, prompt: str, count: int, temperature: float, top_k: int, seed: int, device: torch.device,
+           say=lambda line: None) -> str:
+    """The prompt and up to `count` tokens more, drawn at `temperature` (0 takes the likeliest) from the `top_k`
+    likeliest; ends at an end of text. UserError if the run has no checkpoint or tokenizer."""
+    if not (run / "plan.json").is_file():
+        raise UserError(f"run {run} holds no plan.json; name a folder that `train` made, such as results/runs/...")
+    plan = Plan.load(run / "plan.json")
+    if not (run / "tokenizer.json").is_file():
+        raise UserError(f"run {run} has no tokenizer.json: its token file named no tokenizer, so text can't be read")
+    coder = tokenizer.load(run / "tokenizer.json")
+    _, tensors = checkpoint.load(run, say)
+    model = Decoder(plan.model, plan.step.length, device)
+    model.load_state_dict({name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")})
+    end = coder.token_to_id(tokenizer.END_OF_TEXT)
+    ids = coder.encode(prompt, add_special_tokens=False).ids or [end or 0]
+    generator = torch.Generator(device).manual_seed(seed)
+    for _ in range(count):
+        window = torch.tensor([ids[-plan.step.length:]], device=device)
+        logits = F.linear(model(window)[0, -1], model.embedding)
+        if temperature == 0:
+            token = int(logits.argmax())
+        else:
+            best, which = logits.topk(min(top_k, len(logits)))
+            token = int(which[torch.multinomial((best / temperature).softmax(0), 1, generator=generator)])
+        if token == end:
+            break
+        ids.append(token)
+    return coder.decode(ids)

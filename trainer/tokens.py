@@ -1,0 +1,164 @@
+"""Token files: memory-mapped ids with a small JSON beside, and batches that are contiguous slices of them."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from trainer.config import StepConfig
+from trainer.errors import UserError
+from trainer.files import read_json, write_json
+
+SCHEMA = 1
+SCAN = 1 << 24
+"""Ids looked at together when a file is checked: 64 MB as uint32."""
+
+
+def dtype_for(vocab: int) -> np.dtype:
+    """The smallest type that holds every id below `vocab`: ids above 65,535 would wrap silently in uint16."""
+    return np.dtype("<u2" if vocab <= 1 << 16 else "<u4")
+
+
+def sidecar(path: Path | str) -> Path:
+    return Path(f"{path}.json")
+
+
+def write_sidecar(path: Path, count: int, vocab: int, tokenizer: str | None) -> None:
+    write_json(sidecar(path), {"schema": SCHEMA, "dtype": dtype_for(vocab).name, "count": count, "vocab": vocab,
+                               "tokenizer": tokenizer})
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A run of token ids, all below `vocab`; `tokenizer` is the path of the tokenizer.json that made them, if known."""
+
+    ids: np.ndarray
+    vocab: int
+    path: str
+    tokenizer: str | None = None
+
+    @classmethod
+    def open(cls, path: Path | str) -> "Tokens":
+        """Maps a token file; UserError if the file or its sidecar is missing, damaged, or they don't agree."""
+        path = Path(path)
+        if not path.is_file():
+            raise UserError(f"token file {path}: no such file; `train tokenize TEXT --out {path}` makes one")
+        beside = sidecar(path)
+        if not beside.is_file():
+            raise UserError(f"token file {path} has no {beside.name} beside it, which says dtype, count and vocabulary; "
+                            f"`train tokenize` writes both")
+        facts = read_json(beside, "token sidecar")
+        if facts.get("schema") != SCHEMA:
+            raise UserError(f"token sidecar {beside}: schema is {facts.get('schema')!r}; this version reads {SCHEMA}")
+        for name, low in (("count", 0), ("vocab", 1)):
+            value = facts.get(name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**48:
+                raise UserError(f"token sidecar {beside}: {name} is {value!r}; it must be a whole number")
+        if facts.get("dtype") not in ("uint16", "uint32"):
+            raise UserError(f"token sidecar {beside}: dtype is {facts.get('dtype')!r}; it must be uint16 or uint32")
+        tokenizer = facts.get("tokenizer")
+        if not isinstance(tokenizer, (str, type(None))):
+            raise UserError(f"token sidecar {beside}: tokenizer is {tokenizer!r}; it must be a file's name or null")
+        dtype = np.dtype(facts["dtype"]).newbyteorder("<")
+        size = path.stat().st_size
+        if size != facts["count"] * dtype.itemsize:
+            raise UserError(f"token file {path} has {size} bytes where {beside.name} says {facts['count']} tokens of "
+                            f"{dtype.itemsize} bytes ({facts['count'] * dtype.itemsize}); make it again")
+        ids = np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
+        return cls(ids, facts["vocab"], str(path), tokenizer and str(path.parent / tokenizer))
+
+    def check(self, vocab: int) -> None:
+        """Looks at every id; UserError naming the first that a model of `vocab` has no row for, and where it is.
+
+        On a card such an id would be a device-side assert, which poisons the context.
+        """
+        for start in range(0, len(self.ids), SCAN):
+            piece = self.ids[start:start + SCAN]
+            if piece.max() >= vocab:
+                at = int(np.argmax(piece >= vocab))
+                raise UserError(f"token file {self.path}: id {int(piece[at])} at position {start + at} is past the "
+                                f"model's vocabulary of {vocab}; plan with --vocab {self.vocab} or more, or tokenize again")
+
+    def split(self, tail: int) -> tuple["Tokens", "Tokens"]:
+        """All but the last `tail` ids, and those."""
+        cut = len(self.ids) - tail
+        return (Tokens(self.ids[:cut], self.vocab, self.path, self.tokenizer),
+                Tokens(self.ids[cut:], self.vocab, self.path, self.tokenizer))
+
+    def windows(self, length: int) -> int:
+        """Number of windows of `length` inputs and their targets; UserError if there is not even one."""
+        count = (len(self.ids) - 1) // length
+        if count < 1:
+            raise UserError(f"token file {self.path} has {len(self.ids)} tokens here; length {length} needs at least "
+                            f"{length + 1}")
+        return count
+
+    def batch(self, seed: int, step: int, shape: StepConfig) -> np.ndarray:
+        """The tokens of optimizer step `step`, int32 (accum, batch, length + 1): a pure function of its arguments.
+
+        Every epoch deals out each window once, in an order of its own; the windows start at an offset of its own too,
+        so that the tail which no whole window covers is reached in other epochs.
+        """
+        length, rows = shape.length, shape.accum * shape.batch
+        count = self.windows(length)
+        slack = (len(self.ids) - 1) % length
+        out = np.empty((rows, length + 1), np.int32)
+        for row in range(rows):
+            epoch, position = divmod(step * rows + row, count)
+            offset, order = _order(seed, epoch, count, slack)
+            start = offset + int(order[position]) * length
+            out[row] = self.ids[start:start + length + 1]
+        return out.reshape(shape.accum, shape.batch, length + 1)
+
+    def fixed(self, batch: int, length: int, most: int) -> list[np.ndarray]:
+        """Up to `most` batches (batch, length + 1) of windows spread evenly: the same ones at every evaluation."""
+        count = self.windows(length)
+        wanted = min(count, most * batch)
+        if wanted >= batch:
+            wanted -= wanted % batch
+        starts = np.linspace(0, count - 1, wanted).round().astype(int) * length
+        rows = np.stack([self.ids[s:s + length + 1] for s in starts]).astype(np.int32)
+        return [rows[i:i + batch] for i in range(0, len(rows), batch)]
+
+
+@functools.lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, count: int, slack: int) -> tuple[int, np.ndarray]:
+    random = np.random.default_rng((seed, epoch))
+    return int(random.integers(slack + 1)), random.permutation(count)
+
+
+def feed(tokens: Tokens, shape: StepConfig, seed: int, device, start: int = 0) -> Iterator:
+    """Each step's tokens on the device from step `start` on, int32 (accum, batch, length + 1); valid until the next
+    but one is asked for. On a card the following step's are copied from pinned memory, on a stream of their own, while
+    the current one runs. No worker processes: slices of a mapped file take microseconds, and under Windows one worker
+    takes 3 s to start (pytorch #153594)."""
+    import torch
+
+    if device.type != "cuda":
+        for step in itertools.count(start):
+            yield torch.from_numpy(tokens.batch(seed, step, shape)).to(device)
+    size = (shape.accum, shape.batch, shape.length + 1)
+    copies = torch.cuda.Stream(device)
+    host = [torch.empty(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+    there = [torch.empty(size, dtype=torch.int32, device=device) for _ in range(2)]
+    arrived, read = ([torch.cuda.Event() for _ in range(2)] for _ in range(2))
+
+    def stage(step: int) -> None:
+        slot = step % 2
+        arrived[slot].synchronize()  # until its last copy is through, the pinned memory is being read
+        host[slot].copy_(torch.from_numpy(tokens.batch(seed, step, shape)))
+        copies.wait_event(read[slot])
+        with torch.cuda.stream(copies):
+            there[slot].copy_(host[slot], non_blocking=True)
+            arrived[slot].record()
+
+    stage(start)
+    for step in itertools.count(start):
+        slot = step % 2
+        torch.cuda.current_stream(device).wait_event(arrived[slot])
+        yield there[slot]
+        read[slot].record(torch.cuda.current_stream(device))  # the step that reads it has been enqueued by now
+        stage(step + 1)
