@@ -63,7 +63,8 @@ def main() -> None:
                                      ("hours", "whole time", "s", 3600)):
         planned, actual = receipt["planned"][name] * scale, receipt["actual"][name] * scale
         digits = 2 if unit == "GB" else 0
-        print(f"{label:14}{planned:>8,.{digits}f} {unit:5}{actual:>8,.{digits}f} {unit:5}{(actual / planned - 1) * 100:>+11.1f}%")
+        difference = (actual / planned - 1) * 100
+        print(f"{label:14}{planned:>8,.{digits}f} {unit:5}{actual:>8,.{digits}f} {unit:5}{difference:>+11.1f}%")
 
 
 if __name__ == "__main__":

@@ -83,17 +83,21 @@ def of_device(records: list[Record], name: str | None) -> list[Record]:
 def of_model(records: list[Record], model: str | None, vocab: int | None) -> list[Record]:
     """The records of one model at one vocabulary; UserError lists what there is."""
     kinds = list(dict.fromkeys((r.cell.model, r.cell.vocab) for r in records))
-    listed = ", ".join(f"--model {m} --vocab {v}" for m, v in kinds)
+    all_kinds = kinds
     if model is not None:
         wanted = parse_count(model, "--model")
         kinds = [k for k in kinds if _count(k[0]) == wanted or k[0] == model]
     if vocab is not None:
         kinds = [k for k in kinds if k[1] == vocab]
     if not kinds:
-        raise UserError(f"no records of that model; there are: {listed}. `probe grid --model {model or '150M'}` measures one")
+        raise UserError(f"no records of that model; there are {_listed(all_kinds)}; `probe grid` measures others")
     if len(kinds) > 1:
-        raise UserError(f"records of several models: choose one, of {', '.join(f'--model {m} --vocab {v}' for m, v in kinds)}")
+        raise UserError(f"records of several models: choose one, of {_listed(kinds)}")
     return [r for r in records if (r.cell.model, r.cell.vocab) == kinds[0]]
+
+
+def _listed(kinds: list[tuple[str, int]]) -> str:
+    return ", ".join(f"--model {model} --vocab {vocab}" for model, vocab in kinds)
 
 
 def _count(name: str) -> int | None:

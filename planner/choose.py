@@ -1,6 +1,6 @@
 """The sweet spot among measured cells, with its reasons, the runners-up and the rejected: pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from probe.cell import Cell
 from probe.cliff import fell
@@ -124,18 +124,19 @@ def choose(records: list[Record], limit_bytes: int, tokens_wanted: int, tokens_a
 
 
 def _candidates(fitting: list[Record], tokens_wanted: int) -> list[Candidate]:
-    """For each measured cell the accumulation that comes nearest to the tokens wanted: above 1 only from a record with
-    accumulation, 1 only from one without."""
-    found = []
-    for r in fitting:
+    """For each micro-step the accumulation that comes nearest to the tokens wanted: above 1 only from a record with
+    accumulation; where there is none, one micro-step makes do."""
+    found = {}
+    for r in sorted(fitting, key=lambda r: r.cell.accum):
         accum = max(1, round(tokens_wanted / (r.cell.batch * r.cell.length)))
         if r.cell.accum == 1:
-            found.append((accum > 1, Candidate(r, 1)))
+            candidate = Candidate(r, 1)
         elif accum > 1 and (accum == r.cell.accum or None not in (r.micro_s, r.optimizer_s)):
-            found.append((False, Candidate(r, accum)))
-    # a step smaller than wanted is a makeshift: it is taken only if no cell was measured with accumulation
-    proper = [c for makeshift, c in found if not makeshift]
-    return proper or [c for _, c in found]
+            candidate = Candidate(r, accum)
+        else:
+            continue
+        found[replace(candidate.step, accum=1)] = candidate
+    return list(found.values())
 
 
 def _options(cell: Cell) -> str:
@@ -155,6 +156,7 @@ def _nothing_fits(newest: list[Record], reasons: dict, limit_bytes: int, length:
         return f"no cell of length {length} was measured (there are {have}); probe grid --length {length} measures it"
     smallest = min(newest, key=lambda r: (r.peak_bytes or 1 << 62, r.cell.batch * r.cell.length))
     why = "; ".join(reasons[smallest.cell]) or "it is of another length"
-    return (f"none of {len(newest)} measured cells of {smallest.cell.model} ({format_count(smallest.model.parameters)}) fits "
-            f"under {format_bytes(limit_bytes)}; the smallest, B={smallest.cell.batch} L={smallest.cell.length}: {why}. "
+    model = f"{smallest.cell.model} ({format_count(smallest.model.parameters)})"
+    return (f"none of {len(newest)} measured cells of {model} fits under {format_bytes(limit_bytes)}; "
+            f"the smallest, B={smallest.cell.batch} L={smallest.cell.length}: {why}. "
             f"Measure a smaller --batch or --length, --recompute block, or a smaller --model")

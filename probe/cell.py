@@ -19,7 +19,7 @@ class Cell:
     vocab: int = VOCAB
 
     def __post_init__(self) -> None:
-        self.step  # noqa: B018: its check is ours
+        StepConfig(self.batch, self.length, self.accum, self.engine, self.recompute)
 
     @property
     def step(self) -> StepConfig:

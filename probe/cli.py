@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from trainer.cli import HELP, Output, device_option, guarded, json_option, print_rows
+from trainer.cli import HELP, Output, device_option, guarded, json_option
 from trainer.errors import NoPlan, UserError
 
 results_option = click.option("--results", default="results", show_default=True, type=click.Path(path_type=Path),
@@ -51,8 +51,9 @@ def card(device, results, as_json) -> None:
     free = nvml.free_bytes(facts.uuid)
     rows = [("name", facts.name), ("memory", format_bytes(facts.total_bytes)),
             ("free now", format_bytes(free)), ("capability", "{}.{}".format(*facts.capability) if facts.capability else "-"),
-            ("cores", str(facts.cores)), ("torch", facts.torch), ("CUDA", facts.cuda or "-"), ("driver", facts.driver or "-"),
-            ("allocator", facts.allocator), ("disk", f"{format_bytes(extra['disk_write_bytes_s'])}/s"),
+            ("cores", str(facts.cores)), ("torch", facts.torch), ("CUDA", facts.cuda or "-"),
+            ("driver", facts.driver or "-"), ("allocator", facts.allocator),
+            ("disk", f"{format_bytes(extra['disk_write_bytes_s'])}/s"),
             ("engines", ", ".join(e for e in ENGINES if not refusals[e])), ("precision", "fp32, TF32 off"),
             ("power", "battery: a run would be refused" if on_battery() else "mains, or no battery")]
     names = {"clock_mhz": ("clock", "{} MHz"), "temperature_c": ("temperature", "{} C"), "power_w": ("draws", "{:.0f} W"),
@@ -71,12 +72,15 @@ def card(device, results, as_json) -> None:
 
 @cli.command(context_settings=HELP)
 @click.option("--model", "models", required=True, metavar="M[,M]", help="Sizes, such as 150M or 10M,50M.")
-@click.option("--batch", "batches", default="1,2,4,8,16,32", show_default=True, metavar="1,2,4", help="Sequences in a micro-step.")
-@click.option("--length", "lengths", default="256,512,1024", show_default=True, metavar="256,512", help="Tokens in a sequence.")
+@click.option("--batch", "batches", default="1,2,4,8,16,32", show_default=True, metavar="1,2,4",
+              help="Sequences in a micro-step.")
+@click.option("--length", "lengths", default="256,512,1024", show_default=True, metavar="256,512",
+              help="Tokens in a sequence.")
 @click.option("--accum", "accums", default="1", show_default=True, metavar="1,2",
               help="Micro-steps in a step; 2 stands for every number above 1.")
 @click.option("--engine", "engines", default="eager", show_default=True, metavar="E", help="eager, graph or compile.")
-@click.option("--recompute", "recomputes", default="none", show_default=True, metavar="R", help="none, elementwise or block.")
+@click.option("--recompute", "recomputes", default="none", show_default=True, metavar="R",
+              help="none, elementwise or block.")
 @click.option("--vocab", default="32000", show_default=True, metavar="N", help="Entries of the vocabulary.")
 @click.option("--limit", metavar="5GB", help="Larger cells are not run once one is above this.")
 @click.option("--seconds", default=10.0, show_default=True, type=click.FloatRange(0.1, 3600), help="Time for each cell.")
@@ -95,6 +99,7 @@ def grid(models, batches, lengths, accums, engines, recomputes, vocab, limit, se
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from probe.cell import grid as cells_of
+    from probe.cell import shape
     from probe.cliff import default_limit
     from probe.grid import run
     from probe.plot import heat_map
@@ -105,10 +110,8 @@ def grid(models, batches, lengths, accums, engines, recomputes, vocab, limit, se
     limit_bytes = limit and parse_bytes(limit, "--limit")
     cells = cells_of(_names(models), parse_ints(batches, "--batch"), parse_ints(lengths, "--length"),
                      parse_ints(accums, "--accum"), _names(engines), _names(recomputes), parse_count(vocab, "--vocab"))
-    for name in _names(models):  # a wrong name is told before the device is asked
-        from trainer.config import ModelConfig
-
-        ModelConfig.named(name)
+    for cell in cells:  # a wrong name is told before the device is asked
+        shape(cell)
     workers, facts, store, _ = _open(results, device)
     for engine in _names(engines):
         if refusal := refuse_engine(engine, facts.kind, facts.capability):

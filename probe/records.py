@@ -79,7 +79,7 @@ class Record:
             values[name] = from_fields(kind, values.get(name), name)
         for name in ("warmup_s", "step_s"):
             times = values.get(name, [])
-            if not isinstance(times, list) or not all(_is_number(t) and t > 0 for t in times):
+            if not isinstance(times, (list, tuple)) or not all(_is_number(t) and t > 0 for t in times):
                 raise UserError(f"{name} must be a list of seconds above zero")
             values[name] = tuple(times)
         record = from_fields(cls, values, "the record")

@@ -1,5 +1,6 @@
 """Runs a function in a process of its own, which may end in any way without harming this one."""
 
+import contextlib
 import multiprocessing
 import os
 import sys
@@ -92,10 +93,8 @@ def _child(pipe: Connection, function: str, args: tuple, printed: str) -> None:
         answer = ("measured", getattr(measure, function)(*args, lambda progress: pipe.send(("progress", progress))))
     except BaseException as e:  # whatever it was, the parent must hear of it; this process ends here
         answer = ("error", (type(e).__name__, str(e)))
-    try:
+    with contextlib.suppress(OSError):
         pipe.send(answer)
-    except OSError:
-        pass
     os._exit(0)  # tearing torch down takes longer than the system does, and may hang after a card's failure
 
 

@@ -143,7 +143,8 @@ def print_rows(out: Output, head: tuple[str, ...], rows) -> None:
 
 @cli.command(context_settings=HELP)
 @click.argument("texts", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TEXT...")
-@click.option("--out", "out_path", required=True, type=click.Path(path_type=Path), metavar="FILE", help="Token file to write.")
+@click.option("--out", "out_path", required=True, type=click.Path(path_type=Path), metavar="FILE",
+              help="Token file to write.")
 @click.option("--vocab", default="32000", show_default=True, metavar="N", help="Entries of the tokenizer to train.")
 @click.option("--tokenizer", "tokenizer_path", type=click.Path(path_type=Path), metavar="FILE",
               help="Use this tokenizer.json instead of training one.")

@@ -58,7 +58,8 @@ def cpu_name() -> str:
         elif sys.platform == "darwin":
             import subprocess
 
-            name = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True).stdout.strip()
+            asked = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
+            name = asked.stdout.strip()
     except OSError:
         pass
     return f"{name or platform.processor() or platform.machine()}, {os.cpu_count()} cores"

@@ -18,7 +18,7 @@ class RunLog:
 
     def __init__(self, run: Path) -> None:
         self.path = run / "log.jsonl"
-        self._file = open(self.path, "a", encoding="utf-8")
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
 
     def write(self, kind: str, step: int, **values) -> None:
         try:

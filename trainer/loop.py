@@ -55,7 +55,8 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
         try:
             step.load_state(tensors)
         except (KeyError, RuntimeError) as e:
-            raise UserError(f"run {folder.path}: its checkpoint is not of this model ({str(e).splitlines()[0]:.80})") from None
+            cause = str(e).splitlines()[0]
+            raise UserError(f"run {folder.path}: its checkpoint is not of this model ({cause:.80})") from None
         del tensors
         start, before_s, first_loss = state["step"], state["seconds"], state["first_val_loss"]
         say(f"resuming after step {start}")

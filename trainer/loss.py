@@ -30,13 +30,13 @@ def linear_cross_entropy(x: torch.Tensor, weight: torch.Tensor, targets: torch.T
 def _forward(x, weight, targets, d_x, d_weight) -> torch.Tensor:
     """The loss; fills d_x and adds to d_weight where they are given."""
     valid = targets != IGNORE
-    scale = valid / valid.sum().clamp(min=1)
+    scale = valid.to(x.dtype) / valid.sum().clamp(min=1)
     safe = torch.where(valid, targets, 0)
     loss = torch.zeros((), device=x.device, dtype=x.dtype)
     for start in range(0, x.shape[0], chunk_rows(x.shape[1])):
         rows = slice(start, start + chunk_rows(x.shape[1]))
         logits = x[rows] @ weight.T
-        target, row_scale = safe[rows, None], scale[rows].to(x.dtype)
+        target, row_scale = safe[rows, None], scale[rows]
         picked = logits.gather(1, target)[:, 0]
         largest = logits.amax(1)
         # softmax in the logits' own memory; its largest value is at least 1/vocab, so this logarithm loses nothing

@@ -18,7 +18,7 @@ def _parse(text: str, scale: dict, thing: str, example: str) -> float:
     match = _NUMBER.match(str(text))
     if not match or match[3].lower() not in scale:
         raise UserError(f"{thing} {text!r} is not understood; write it like {example}")
-    value = float(match[1].replace("_", "")) * 10 ** int(match[2] or 0) * scale[match[3].lower()]
+    value = float(f"{match[1].replace('_', '')}e{match[2] or 0}") * scale[match[3].lower()]
     if not 0 < value < 1e18:
         raise UserError(f"{thing} {text!r} must be above zero and of a size that exists; write it like {example}")
     return value

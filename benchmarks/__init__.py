@@ -1,0 +1,1 @@
+"""Side-by-side runs against peers; each prints one table, then one line of JSON."""

@@ -1,0 +1,190 @@
+"""Our training step beside Hugging Face's Llama of the same shape and weights, on one card in one run.
+
+    python3 -m benchmarks.step [--rows TEXT] [--out FILE]
+
+Needs `transformers`. Each row runs in a process of its own. Efficiency is FLOPs (attention counted causal) x tok/s over
+the rate of an fp32 matrix product of 8192 cubed, measured in the same run.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from statistics import median
+
+MODEL = "138M"
+ROWS = [
+    *(("hf", "eager", "none", b, n) for b, n in ((1, 512), (4, 512), (16, 1024))),
+    ("hf", "compile", "none", 4, 512),
+    *(("ours", e, "none", b, n) for b, n in ((1, 512), (4, 512), (16, 1024)) for e in ("eager", "graph", "compile")),
+    *(("ours", e, r, 4, 512) for r in ("elementwise", "block") for e in ("eager", "graph")),
+    ("ours", "eager", "elementwise", 16, 1024),
+]
+
+
+def measure(who: str, engine: str, recompute: str, batch: int, length: int, model: str, steps: int) -> dict:
+    """One row in this process: peaks in bytes, median seconds of a step, tok/s, and the loss of the first batch."""
+    import torch
+
+    from trainer import device as facts
+    from trainer.config import ModelConfig, OptimizerConfig, StepConfig
+    from trainer.step import TrainStep
+
+    claim = facts.Claim()
+    where = facts.resolve(None)
+    config = ModelConfig.named(model)
+    torch.manual_seed(0)
+    tokens = torch.randint(config.vocab, (1, batch, length + 1), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    tokens = tokens.to(where)
+    if who == "ours":
+        train = TrainStep(config, StepConfig(batch, length, 1, engine, recompute), OptimizerConfig(lr=1e-5), where)
+        first = float(train.evaluate(tokens[0]))
+
+        def step():
+            return train(tokens, 1e-5)[0]
+    else:
+        step, first = hugging_face(config, engine, tokens[0], where)
+    begin = time.perf_counter()
+    for _ in range(4):
+        step()
+    facts.synchronize(where)
+    warm = time.perf_counter() - begin
+    times = []
+    mark = (lambda: torch.cuda.Event(enable_timing=True)) if where.type == "cuda" else None
+    for _ in range(steps):
+        if mark:
+            a, b = mark(), mark()
+            a.record()
+            step()
+            b.record()
+            times.append((a, b))
+        else:
+            begin = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - begin)
+    facts.synchronize(where)
+    if mark:
+        times = [a.elapsed_time(b) / 1000 for a, b in times]
+    step_s = median(times)
+    return {"step_s": step_s, "tok_s": batch * length / step_s, "first_loss": first, "warm_s": warm,
+            "flops": config.flops_per_token(length) * batch * length / step_s} | claim.peaks(where, facts.facts(where).uuid)
+
+
+def hugging_face(config, engine, tokens, where):
+    """(step, loss of the first batch) of LlamaForCausalLM with our weights, SDPA, fused AdamW and the same clip."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from trainer.device import lock_fp32
+    from trainer.model import Decoder
+
+    lock_fp32()
+    with where:
+        model = LlamaForCausalLM(LlamaConfig(
+            vocab_size=config.vocab, hidden_size=config.d_model, intermediate_size=config.d_ff,
+            num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
+            tie_word_embeddings=True, rms_norm_eps=config.norm_eps, rope_theta=config.rope_base,
+            max_position_embeddings=2048, attn_implementation="sdpa", use_cache=False))
+    ours, d = Decoder(config, 8, where), config.d_model
+    kv = config.kv_heads * config.head_size
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(ours.embedding)
+        for theirs, block in zip(model.model.layers, ours.blocks, strict=True):
+            for part, weight in zip(("q", "k", "v"), block.qkv.split((d, kv, kv)), strict=True):
+                getattr(theirs.self_attn, f"{part}_proj").weight.copy_(weight)
+            for part, weight in zip(("gate", "up"), block.gate_up.chunk(2), strict=True):
+                getattr(theirs.mlp, f"{part}_proj").weight.copy_(weight)
+            theirs.self_attn.o_proj.weight.copy_(block.out)
+            theirs.mlp.down_proj.weight.copy_(block.down)
+    del ours, block, weight
+    if where.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), fused=True)
+    x, y = tokens[:, :-1].long(), tokens[:, 1:].long()
+    run = torch.compile(model) if engine == "compile" else model
+
+    def loss_of():
+        return run(input_ids=x, labels=y, shift_labels=y).loss
+
+    with torch.no_grad():
+        first = float(model(input_ids=x, labels=y, shift_labels=y).loss)
+
+    def step():
+        loss = loss_of()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    return step, first
+
+
+def product_rate() -> float:
+    """FLOP/s of an fp32 matrix product of 8192 cubed (2048 on a processor)."""
+    import torch
+
+    from trainer import device as facts
+
+    facts.lock_fp32()
+    where = facts.resolve(None)
+    n = 8192 if where.type == "cuda" else 2048
+    a, b = (torch.randn(n, n, device=where) for _ in range(2))
+    times = []
+    for _ in range(8):
+        facts.synchronize(where)
+        begin = time.perf_counter()
+        a @ b
+        facts.synchronize(where)
+        times.append(time.perf_counter() - begin)
+    return 2 * n**3 / median(times[2:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default="", help="only rows whose name holds this")
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--out", help="write the JSON line here too")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.row:
+        row = json.loads(options.row)
+        print(json.dumps({"rate": product_rate()} if row == "product" else measure(*row, options.model, options.steps)))
+        return
+
+    def child(row) -> dict:
+        done = subprocess.run([sys.executable, "-m", "benchmarks.step", "--row", json.dumps(row), "--model", options.model,
+                               "--steps", str(options.steps)], capture_output=True, text=True)
+        lines = done.stdout.strip().splitlines()
+        if done.returncode or not lines:
+            return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
+        return json.loads(lines[-1])
+
+    rate = child("product")["rate"]
+    print(f"{options.model}; fp32 product {rate / 1e12:.2f} TFLOP/s")
+    print(f"{'who':5} {'engine':8} {'recompute':11} {'B x L':>10} {'alloc GB':>8} {'resv GB':>8} {'device GB':>9} "
+          f"{'tok/s':>9} {'eff':>6}")
+    results = []
+    for row in ROWS:
+        if options.rows not in " ".join(map(str, row)):
+            continue
+        got = child(row)
+        results.append(dict(zip(("who", "engine", "recompute", "batch", "length"), row, strict=True)) | got)
+        name = f"{row[0]:5} {row[1]:8} {row[2]:11} {f'{row[3]} x {row[4]}':>10}"
+        if "error" in got:
+            print(f"{name} {got['error'][:80]}", flush=True)
+            continue
+        gb = [f"{(got[k] or 0) / 1e9:.3f}" for k in ("allocated_peak_bytes", "reserved_peak_bytes", "device_peak_bytes")]
+        print(f"{name} {gb[0]:>8} {gb[1]:>8} {gb[2]:>9} {got['tok_s']:>9,.0f} {got['flops'] / rate:>6.3f}", flush=True)
+    line = json.dumps({"model": options.model, "product_flops": rate, "rows": results})
+    if options.out:
+        with open(options.out, "w", encoding="utf-8") as f:
+            f.write(line + "\n")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()

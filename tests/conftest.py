@@ -1,0 +1,85 @@
+"""Shared by the tests: real commands in real processes, a token file, records as a grid would write them."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from probe.cell import Cell
+from probe.records import Record
+from trainer.config import ModelConfig
+from trainer.tokens import dtype_for, write_sidecar
+
+ROOT = Path(__file__).parents[1]
+SAMPLES = Path(__file__).parent / "samples"
+MODULES = {"probe": "probe.cli", "plan": "planner.cli", "train": "trainer.cli"}
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked gpu are skipped, with the reason, where torch sees no card."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA card"))
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Runs `probe`, `plan` or `train` in a process of its own, in an empty folder; returns the finished process."""
+    def run(name, *arguments, **options):
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.run([sys.executable, "-m", MODULES[name], *map(str, arguments)], cwd=tmp_path, text=True,
+                              capture_output=True, env=environment, timeout=240, **options)
+    return run
+
+
+@pytest.fixture
+def refused(command):
+    """Runs a command that must fail: checks that it was told in one line without a traceback, and returns that line."""
+    def run(code, name, *arguments):
+        done = command(name, *arguments)
+        assert done.returncode == code, done.stderr
+        lines = done.stderr.strip().splitlines()
+        assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+        return lines[0]
+    return run
+
+
+@pytest.fixture
+def token_file(tmp_path):
+    """Writes a token file of the given ids and returns its path."""
+    def write(ids, vocab=500, name="tokens.bin"):
+        path = tmp_path / name
+        np.asarray(ids, dtype_for(vocab)).tofile(path)
+        write_sidecar(path, len(ids), vocab, None)
+        return path
+    return write
+
+
+def make_record(batch=4, length=512, tok_s=1000.0, peak=4e9, status="fits", accum=1, **other) -> Record:
+    """A record of 150M as a grid would write it, with the given throughput and peak."""
+    cell = Cell("150M", batch, length, accum, other.pop("engine", "eager"), other.pop("recompute", "none"))
+    step_s = batch * length * accum / tok_s
+    values = dict(schema=1, at="2026-01-01T00:00:00+00:00", cell=cell, model=ModelConfig.named("150M"), status=status,
+                  device="nvidia-geforce-gtx-1060", step_s=(step_s,) * 5, device_peak_bytes=int(peak),
+                  micro_s=step_s * 0.9 / accum, optimizer_s=step_s * 0.1)
+    return Record(**(values | other))
+
+
+def write_records(path: Path, records) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(r.to_json()) + "\n" for r in records))
+    return path
+
+
+def tiny(**changes) -> ModelConfig:
+    """A model of two layers that steps in milliseconds, with grouped attention."""
+    return dataclasses.replace(ModelConfig("tiny", 2, 32, 4, 2, 64, vocab=300), **changes)
