@@ -35,8 +35,7 @@ def measure(who: str, engine: str, recompute: str, batch: int, length: int, mode
     where = facts.resolve(None)
     config = ModelConfig.named(model)
     torch.manual_seed(0)
-    tokens = torch.randint(config.vocab, (1, batch, length + 1), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
-    tokens = tokens.to(where)
+    tokens = torch.randint(config.vocab, (1, batch, length + 1), dtype=torch.int32).to(where)
     if who == "ours":
         train = TrainStep(config, StepConfig(batch, length, 1, engine, recompute), OptimizerConfig(lr=1e-5), where)
         first = float(train.evaluate(tokens[0]))

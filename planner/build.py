@@ -57,8 +57,9 @@ def read_records(results: Path, files: tuple[Path, ...], say) -> list[Record]:
     return found
 
 
-def of_device(records: list[Record], name: str | None) -> list[Record]:
-    """The records of one device: the one named, else this machine's, else the only one; UserError lists the names."""
+def of_device(records: list[Record], name: str | None, only_one_will_do: bool) -> list[Record]:
+    """The records of one device: the one named, else this machine's; UserError lists the names. Another machine's are
+    taken unnamed only where the user pointed at them (`only_one_will_do`) and they are of one device."""
     names = list(dict.fromkeys(r.device for r in records))
     here = [slug(n) for n in nvml.names()]
     cpu = slug(f"cpu {cpu_name()}")
@@ -74,10 +75,10 @@ def of_device(records: list[Record], name: str | None) -> list[Record]:
     for mine in [*here, cpu]:
         if mine in names:
             return [r for r in records if r.device == mine]
-    if len(names) > 1:
-        raise UserError(f"records of several devices, and none is this machine's: choose one by --device, of "
-                        f"{', '.join(names)}")
-    return records
+    if len(names) == 1 and only_one_will_do:
+        return records
+    raise UserError(f"none of the records is of this machine: measure it with `probe grid --model 150M`, or plan for "
+                    f"another one by --device, of {', '.join(names)}")
 
 
 def of_model(records: list[Record], model: str | None, vocab: int | None) -> list[Record]:

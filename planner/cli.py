@@ -40,7 +40,7 @@ def cli(corpus, hours, epochs, model, vocab, length, tokens_per_step, limit, dev
         vocab=vocab and parse_count(vocab, "--vocab"), length=length and parse_count(length, "--length"),
         tokens_per_step=tokens_per_step and parse_count(tokens_per_step, "--tokens-per-step"),
         limit_bytes=limit and parse_bytes(limit, "--limit"))
-    records = of_model(of_device(read_records(results, files, out.say), device), model, question.vocab)
+    records = of_model(of_device(read_records(results, files, out.say), device, bool(files)), model, question.vocab)
     folder = files[0].parent.parent if files else results
     forecast = build(records, question, device_file(folder, records[0].device))
     forecast.plan.save(out_path)

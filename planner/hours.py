@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from planner.choose import Candidate
-from trainer.plan import EVAL_BATCHES, Span, eval_steps, held_back
+from trainer.plan import Span, eval_batches, eval_steps
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,7 @@ def cadence(steps: int, step_s: float) -> int:
 def overheads(candidate: Candidate, corpus_tokens: float, steps: int, every: int, disk_bytes_s: float | None,
               start_up_s: float | None) -> Overheads:
     """Seconds of all evaluations and checkpoints of a run, and of its start-up."""
-    r, step = candidate.record, candidate.step
-    windows = held_back(int(corpus_tokens), step) // step.length
-    batches = min(EVAL_BATCHES, math.ceil(windows / step.batch))
+    r, batches = candidate.record, eval_batches(int(corpus_tokens), candidate.step)
     evaluations = len(eval_steps(steps, every))
     checkpoints = len(eval_steps(steps, every)) - 1
     # weights and two moments; the gradients are not kept

@@ -81,11 +81,24 @@ def test_steps_cover_the_corpus_and_no_more():
 def test_devices_are_never_mixed():
     here, there = make_record(), make_record(device="nvidia-h200")
     with pytest.raises(UserError, match="nvidia-geforce-gtx-1060, nvidia-h200"):
-        of_device([here, there], None)
-    assert of_device([here, there], "nvidia-h200") == [there]
-    assert of_device([here], None) == [here]
+        of_device([here, there], None, True)
+    assert of_device([here, there], "nvidia-h200", False) == [there]
+    assert of_device([here], None, True) == [here]
     with pytest.raises(UserError, match="nvidia-h200"):
-        of_device([there], "tpu")
+        of_device([there], "tpu", True)
+
+
+def test_another_machines_records_are_not_taken_unnamed():
+    """Those that come with a fresh clone, say."""
+    with pytest.raises(UserError, match="probe grid.*nvidia-geforce-gtx-1060"):
+        of_device([make_record()], None, False)
+
+
+def test_this_machines_records_are_taken_among_others(monkeypatch):
+    monkeypatch.setattr("trainer.nvml.names", lambda: ("NVIDIA H200",))
+    there = make_record(device="nvidia-h200")
+    assert of_device([make_record(), there], None, False) == [there]
+    assert of_device([make_record(), there], "cuda", False) == [there]
 
 
 def test_models_are_never_mixed():

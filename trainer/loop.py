@@ -12,7 +12,7 @@ from trainer.errors import UserError
 from trainer.files import write_json
 from trainer.log import Meter, RunFolder, RunLog, live_line, process_seconds, receipt
 from trainer.pace import Pace
-from trainer.plan import EVAL_BATCHES, Plan, eval_steps, held_back
+from trainer.plan import Plan, eval_batches, eval_steps, held_back
 from trainer.schedule import lr
 from trainer.step import TrainStep
 from trainer.tokens import Tokens, feed
@@ -64,7 +64,8 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
         shutil.copyfile(tokens.tokenizer, folder.path / "tokenizer.json")
 
     log, meter, pace = RunLog(folder.path), Meter(plan.step.tokens), Pace(step)
-    batches = [torch.from_numpy(b).to(where) for b in held.fixed(plan.step.batch, plan.step.length, EVAL_BATCHES)]
+    windows = held.fixed(plan.step.batch, plan.step.length, eval_batches(plan.corpus_tokens, plan.step))
+    batches = [torch.from_numpy(b).to(where) for b in windows]
     evaluations = set(eval_steps(plan.steps, plan.eval))
     spent = {"eval_s": 0.0, "checkpoint_s": 0.0}
     peaks = {"device_peak_bytes": None}

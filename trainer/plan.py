@@ -22,6 +22,12 @@ def held_back(tokens: int, step: StepConfig) -> int:
     return max(step.length + 1, min(tokens // 100, EVAL_BATCHES * step.batch * step.length + 1))
 
 
+def eval_batches(corpus_tokens: int, step: StepConfig) -> int:
+    """Batches of an evaluation: what would be held back of a file of `corpus_tokens`, so that evaluations take a few
+    hundredths of the run's time however large the data is."""
+    return math.ceil(held_back(corpus_tokens, step) // step.length / step.batch)
+
+
 def eval_steps(steps: int, every: int) -> list[int]:
     """The numbers of finished steps after which the trainer evaluates: at the start, every `every`, at the end."""
     return sorted({*range(0, steps + 1, every), steps})

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import ENGINES, RECOMPUTES, ModelConfig, OptimizerConfig, StepConfig
-from trainer.device import lock_fp32, refuse_engine
+from trainer.device import lock_fp32, refuse_engine, settle_heap
 from trainer.errors import UserError
 from trainer.model import Decoder
 
@@ -25,6 +25,8 @@ class TrainStep:
         if refusal:
             raise UserError(refusal)
         lock_fp32()
+        if device.type == "cpu":
+            settle_heap()
         self.step, self.device, self.clip = step, device, optimizer.clip
         self.model = Decoder(model, step.length, device, seed)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]

@@ -71,8 +71,8 @@ def test_a_graph_honours_a_changing_rate():
 @pytest.mark.parametrize("engine", ["eager", "graph"])
 def test_memory_does_not_grow(engine):
     _, train = run(StepConfig(4, 64, 2, engine))
-    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     data = torch.randint(1000, (2, 4, 65), dtype=torch.int32, device="cuda")
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     for _ in range(100):
         train(data, 1e-3)
     torch.cuda.synchronize()
