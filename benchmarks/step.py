@@ -13,22 +13,27 @@ import sys
 import time
 from statistics import median
 
-MODEL = "138M"
+FIELDS = ("who", "engine", "recompute", "update", "batch", "length", "model")
+SHAPES = ((1, 512), (4, 512), (16, 1024))
+# 138M and 13M are the shapes of 137.9M and 12.9M parameters
 ROWS = [
-    *(("hf", "eager", "none", b, n) for b, n in ((1, 512), (4, 512), (16, 1024))),
-    ("hf", "compile", "none", 4, 512),
-    *(("ours", e, "none", b, n) for b, n in ((1, 512), (4, 512), (16, 1024)) for e in ("eager", "graph", "compile")),
-    *(("ours", e, r, 4, 512) for r in ("elementwise", "block") for e in ("eager", "graph")),
-    ("ours", "eager", "elementwise", 16, 1024),
+    *(("hf", "eager", "none", "after", b, n, "138M") for b, n in SHAPES),
+    ("hf", "compile", "none", "after", 4, 512, "138M"),
+    *(("ours", e, "none", "after", b, n, "138M") for b, n in SHAPES for e in ("eager", "graph", "compile")),
+    *(("ours", e, r, "after", 4, 512, "138M") for r in ("elementwise", "block") for e in ("eager", "graph")),
+    ("ours", "eager", "elementwise", "after", 16, 1024, "138M"),
+    ("ours", "eager", "block", "after", 32, 512, "138M"),
+    ("ours", "eager", "block", "backward", 1, 512, "300M"),
+    *(("ours", e, "none", "after", 4, 512, "13M") for e in ("eager", "graph")),
 ]
 
 
-def measure(who: str, engine: str, recompute: str, batch: int, length: int, model: str, steps: int) -> dict:
+def measure(who: str, engine: str, recompute: str, update: str, batch: int, length: int, model: str, steps: int) -> dict:
     """One row in this process: peaks in bytes, median seconds of a step, tok/s, and the loss of the first batch."""
     import torch
 
     from trainer import device as facts
-    from trainer.config import ModelConfig, OptimizerConfig, StepConfig
+    from trainer.config import ModelConfig, OptimizerConfig, StepConfig, clip_for
     from trainer.step import TrainStep
 
     claim = facts.Claim()
@@ -37,7 +42,8 @@ def measure(who: str, engine: str, recompute: str, batch: int, length: int, mode
     torch.manual_seed(0)
     tokens = torch.randint(config.vocab, (1, batch, length + 1), dtype=torch.int32).to(where)
     if who == "ours":
-        train = TrainStep(config, StepConfig(batch, length, 1, engine, recompute), OptimizerConfig(lr=1e-5), where)
+        shape = StepConfig(batch, length, 1, engine, recompute, update)
+        train = TrainStep(config, shape, OptimizerConfig(1e-5, clip=clip_for(shape)), where)
         first = float(train.evaluate(tokens[0]))
 
         def step():
@@ -91,6 +97,8 @@ def hugging_face(config, engine, tokens, where):
         model.model.embed_tokens.weight.copy_(ours.embedding)
         for theirs, block in zip(model.model.layers, ours.blocks, strict=True):
             for part, weight in zip(("q", "k", "v"), block.qkv.split((d, kv, kv)), strict=True):
+                if part != "v":  # RoPE pairs halves there, neighbours here
+                    weight = weight.unflatten(0, (-1, config.head_size // 2, 2)).transpose(1, 2).flatten(0, 2)
                 getattr(theirs.self_attn, f"{part}_proj").weight.copy_(weight)
             for part, weight in zip(("gate", "up"), block.gate_up.chunk(2), strict=True):
                 getattr(theirs.mlp, f"{part}_proj").weight.copy_(weight)
@@ -144,41 +152,40 @@ def product_rate() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default="", help="only rows whose name holds this")
-    parser.add_argument("--model", default=MODEL)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", help="write the JSON line here too")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.row:
         row = json.loads(options.row)
-        print(json.dumps({"rate": product_rate()} if row == "product" else measure(*row, options.model, options.steps)))
+        print(json.dumps({"rate": product_rate()} if row == "product" else measure(*row, options.steps)))
         return
 
     def child(row) -> dict:
-        done = subprocess.run([sys.executable, "-m", "benchmarks.step", "--row", json.dumps(row), "--model", options.model,
-                               "--steps", str(options.steps)], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-m", "benchmarks.step", "--row", json.dumps(row), "--steps",
+                               str(options.steps)], capture_output=True, text=True)
         lines = done.stdout.strip().splitlines()
         if done.returncode or not lines:
             return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
         return json.loads(lines[-1])
 
     rate = child("product")["rate"]
-    print(f"{options.model}; fp32 product {rate / 1e12:.2f} TFLOP/s")
-    print(f"{'who':5} {'engine':8} {'recompute':11} {'B x L':>10} {'alloc GB':>8} {'resv GB':>8} {'device GB':>9} "
+    print(f"fp32 product {rate / 1e12:.2f} TFLOP/s")
+    print(f"{'who':5} {'model':5} {'engine':8} {'recompute':11} {'B x L':>10} {'alloc GB':>8} {'resv GB':>8} {'device GB':>9} "
           f"{'tok/s':>9} {'eff':>6}")
     results = []
     for row in ROWS:
         if options.rows not in " ".join(map(str, row)):
             continue
         got = child(row)
-        results.append(dict(zip(("who", "engine", "recompute", "batch", "length"), row, strict=True)) | got)
-        name = f"{row[0]:5} {row[1]:8} {row[2]:11} {f'{row[3]} x {row[4]}':>10}"
+        results.append(dict(zip(FIELDS, row, strict=True)) | got)
+        name = f"{row[0]:5} {row[6]:5} {row[1]:8} {row[2]:11} {f'{row[4]} x {row[5]}':>10}"
         if "error" in got:
             print(f"{name} {got['error'][:80]}", flush=True)
             continue
         gb = [f"{(got[k] or 0) / 1e9:.3f}" for k in ("allocated_peak_bytes", "reserved_peak_bytes", "device_peak_bytes")]
         print(f"{name} {gb[0]:>8} {gb[1]:>8} {gb[2]:>9} {got['tok_s']:>9,.0f} {got['flops'] / rate:>6.3f}", flush=True)
-    line = json.dumps({"model": options.model, "product_flops": rate, "rows": results})
+    line = json.dumps({"product_flops": rate, "rows": results})
     if options.out:
         with open(options.out, "w", encoding="utf-8") as f:
             f.write(line + "\n")

@@ -135,7 +135,7 @@ def build(records: list[Record], question: Question, device: dict) -> Forecast:
     steps = steps_for(corpus * question.epochs, pick.step.tokens)
     every = cadence(steps, step_s.mid)
     extra = _overheads(choice, corpus, steps, every, device)
-    optimizer, lr_why = defaults.optimizer(model, round(corpus * question.epochs), steps, pick.step.tokens)
+    optimizer, lr_why = defaults.optimizer(model, round(corpus * question.epochs), steps, pick.step)
     tokens = pick.step.tokens
     peak = pick.record.peak_bytes or 0
     missing = extra.missing()

@@ -26,7 +26,7 @@ class Candidate:
     @property
     def step(self) -> StepConfig:
         c = self.record.cell
-        return StepConfig(c.batch, c.length, self.accum, c.engine, c.recompute)
+        return StepConfig(c.batch, c.length, self.accum, c.engine, c.recompute, c.update)
 
     @property
     def step_s(self) -> float:
@@ -147,7 +147,7 @@ def _options(cell: Cell) -> str:
 
 def _cell(cell: Cell) -> dict:
     return {"model": cell.model, "batch": cell.batch, "length": cell.length, "accum": cell.accum, "engine": cell.engine,
-            "recompute": cell.recompute, "vocab": cell.vocab}
+            "recompute": cell.recompute, "vocab": cell.vocab, "update": cell.update}
 
 
 def _nothing_fits(newest: list[Record], reasons: dict, limit_bytes: int, length: int | None) -> str:

@@ -17,31 +17,34 @@ class Cell:
     engine: str = "eager"
     recompute: str = "none"
     vocab: int = VOCAB
+    update: str = "after"
 
     def __post_init__(self) -> None:
-        StepConfig(self.batch, self.length, self.accum, self.engine, self.recompute)
+        _ = self.step  # whose check is ours
 
     @property
     def step(self) -> StepConfig:
-        return StepConfig(self.batch, self.length, self.accum, self.engine, self.recompute)
+        return StepConfig(self.batch, self.length, self.accum, self.engine, self.recompute, self.update)
 
     @property
     def series(self) -> tuple:
         """Cells that differ in the batch alone have this in common."""
-        return self.model, self.vocab, self.length, self.accum, self.engine, self.recompute
+        return self.model, self.vocab, self.length, self.accum, self.engine, self.recompute, self.update
 
     def within(self, other: "Cell") -> bool:
         """Whether `other` needs at least this cell's memory: the same but for a batch, length or accumulation that is
         no smaller (accumulation holds the gradients during the forward pass; above 2 it adds nothing)."""
-        return ((self.model, self.vocab, self.engine, self.recompute)
-                == (other.model, other.vocab, other.engine, other.recompute)
+        return ((self.model, self.vocab, self.engine, self.recompute, self.update)
+                == (other.model, other.vocab, other.engine, other.recompute, other.update)
                 and self.batch <= other.batch and self.length <= other.length
                 and min(self.accum, 2) <= min(other.accum, 2))
 
 
-def grid(models, batches, lengths, accums, engines, recomputes, vocab: int) -> list[Cell]:
+def grid(models, batches, lengths, accums, engines, recomputes, vocab: int,
+         update: str = "after") -> list[Cell]:
     """All combinations, smallest first, so that what fits is known before what may not is tried."""
-    cells = [Cell(*values, vocab) for values in itertools.product(models, batches, lengths, accums, engines, recomputes)]
+    axes = itertools.product(models, batches, lengths, accums, engines, recomputes)
+    cells = [Cell(*values, vocab, update) for values in axes]
     order = {name: i for i, name in enumerate(models)}
     return sorted(cells, key=lambda c: (order[c.model], c.engine, c.recompute, c.accum, c.batch * c.length, c.batch))
 

@@ -81,6 +81,8 @@ def card(device, results, as_json) -> None:
 @click.option("--engine", "engines", default="eager", show_default=True, metavar="E", help="eager, graph or compile.")
 @click.option("--recompute", "recomputes", default="none", show_default=True, metavar="R",
               help="none, elementwise or block.")
+@click.option("--update", default="after", show_default=True, type=click.Choice(["after", "backward"]),
+              help="Update parameters after the backward pass, or in it: no accumulation and no clip, less memory.")
 @click.option("--vocab", default="32000", show_default=True, metavar="N", help="Entries of the vocabulary.")
 @click.option("--limit", metavar="5GB", help="Larger cells are not run once one is above this.")
 @click.option("--seconds", default=10.0, show_default=True, type=click.FloatRange(0.1, 3600), help="Time for each cell.")
@@ -89,8 +91,8 @@ def card(device, results, as_json) -> None:
 @device_option
 @results_option
 @json_option
-def grid(models, batches, lengths, accums, engines, recomputes, vocab, limit, seconds, every_cell, again, device, results,
-         as_json) -> None:
+def grid(models, batches, lengths, accums, engines, recomputes, update, vocab, limit, seconds, every_cell, again, device,
+         results, as_json) -> None:
     """Measure peak memory and tok/s over batch, length and model size.
 
     Each cell runs in a process of its own and is on disk before the next one starts; a grid that is started again
@@ -109,7 +111,8 @@ def grid(models, batches, lengths, accums, engines, recomputes, vocab, limit, se
     out = Output(as_json)
     limit_bytes = limit and parse_bytes(limit, "--limit")
     cells = cells_of(_names(models), parse_ints(batches, "--batch"), parse_ints(lengths, "--length"),
-                     parse_ints(accums, "--accum"), _names(engines), _names(recomputes), parse_count(vocab, "--vocab"))
+                     parse_ints(accums, "--accum"), _names(engines), _names(recomputes), parse_count(vocab, "--vocab"),
+                     update)
     for cell in cells:  # a wrong name is told before the device is asked
         shape(cell)
     workers, facts, store, _ = _open(results, device)

@@ -12,7 +12,7 @@ from probe.cell import Cell, shape
 from probe.stats import is_settled, is_steady
 from probe.verdict import MIN_STEPS
 from trainer import device, nvml
-from trainer.config import OptimizerConfig
+from trainer.config import OptimizerConfig, clip_for
 from trainer.pace import Pace
 from trainer.step import TrainStep
 
@@ -55,7 +55,7 @@ def measure(cell: Cell, name: str, uuid: str, seconds: float, slow_step_s: float
     free = nvml.free_bytes(uuid) if where.type == "cuda" else _available_bytes()
     began = time.perf_counter()
     # the update's cost doesn't depend on the rate, and a tiny one keeps the loss finite on random tokens
-    step = TrainStep(shape(cell), cell.step, OptimizerConfig(lr=1e-5), where)
+    step = TrainStep(shape(cell), cell.step, OptimizerConfig(1e-5, clip=clip_for(cell.step)), where)
     generator = torch.Generator(where).manual_seed(0)
     tokens = torch.randint(cell.vocab, (cell.accum, cell.batch, cell.length + 1), device=where, dtype=torch.int32,
                            generator=generator)

@@ -1,12 +1,13 @@
-"""The lean formulas give what the plain ones give in float64: loss, RoPE, attention grouping, RMSNorm, SwiGLU."""
+"""The operations with their backward passes written out give what the plain formulas give in float64."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import tiny
 
+from trainer.layers import Attention, NormLinear, SwiGLULinear
 from trainer.loss import IGNORE, chunk_rows, linear_cross_entropy
-from trainer.model import Decoder, _NormLinear, _SwiGLULinear, attention, rms_norm, rope, rope_tables
+from trainer.model import Decoder, attention, halves_to_pairs, rms_norm, rope, rope_angles
 
 CPU = torch.device("cpu")
 
@@ -15,37 +16,51 @@ def doubles(*shape):
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
-@pytest.mark.parametrize("rows", [1, 255, 256, 700])
+def gradients(x, weight, targets, scale=1.0, d_weight=None):
+    """(loss, d_x, d_weight) by ours; adds to d_weight if it is given."""
+    rows, add = x.detach().clone(), d_weight is not None
+    d_weight = torch.full_like(weight, torch.nan) if d_weight is None else d_weight
+    loss = linear_cross_entropy(rows, weight.detach(), targets, scale, d_weight, add)
+    return loss, rows, d_weight
+
+
+@pytest.mark.parametrize("rows", [1, 255, 256, 700, 5000])
 def test_loss_and_its_gradients_equal_cross_entropy_over_full_logits(rows):
     """Any number of rows, whole chunks or not, some targets ignored."""
     x, weight = doubles(rows, 16), doubles(50, 16)
     targets = torch.randint(50, (rows,))
     targets[::3] = IGNORE
     targets[-1] = 7
-    ours = torch.autograd.grad(3 * linear_cross_entropy(x, weight, targets), (x, weight))
-    plain_loss = F.cross_entropy(x @ weight.T, targets, ignore_index=IGNORE)
-    plain = torch.autograd.grad(3 * plain_loss, (x, weight))
-    with torch.no_grad():
-        assert torch.allclose(linear_cross_entropy(x, weight, targets), plain_loss, rtol=1e-12)
-    for a, b in zip(ours, plain, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
+    loss, d_x, d_weight = gradients(x, weight, targets, 3.0)
+    plain = F.cross_entropy(x @ weight.T, targets, ignore_index=IGNORE)
+    plain_d_x, plain_d_weight = torch.autograd.grad(3 * plain, (x, weight))
+    assert loss.item() == pytest.approx(3 * plain.item(), rel=1e-12)
+    assert linear_cross_entropy(x.detach(), weight, targets).item() == pytest.approx(plain.item(), rel=1e-12)
+    torch.testing.assert_close(d_x, plain_d_x, rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(d_weight, plain_d_weight, rtol=1e-10, atol=1e-14)
+
+
+def test_the_gradient_by_the_weight_adds_up_over_micro_steps():
+    x, weight, targets = doubles(700, 16), doubles(50, 16), torch.randint(50, (700,))
+    _, _, once = gradients(x, weight, targets)
+    _, _, twice = gradients(x, weight, targets, d_weight=once.clone())
+    torch.testing.assert_close(twice, 2 * once)
 
 
 def test_loss_survives_logits_whose_probability_underflows():
     x = torch.tensor([[200.0, 0.0]])
     weight = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
-    assert float(linear_cross_entropy(x, weight, torch.tensor([1]))) == pytest.approx(400)
+    assert linear_cross_entropy(x, weight, torch.tensor([1])).item() == pytest.approx(400)
 
 
 def test_a_batch_without_targets_has_loss_zero_and_no_gradient():
-    x, weight = doubles(4, 8), doubles(9, 8)
-    loss = linear_cross_entropy(x, weight, torch.full((4,), IGNORE))
-    loss.backward()
-    assert loss.item() == 0 and not x.grad.any() and not weight.grad.any()
+    loss, d_x, d_weight = gradients(doubles(4, 8), doubles(9, 8), torch.full((4,), IGNORE))
+    assert loss.item() == 0 and not d_x.any() and not d_weight.any()
 
 
-def test_a_chunk_of_logits_is_no_larger_than_the_embedding():
-    assert [chunk_rows(d) for d in (28, 768, 2048, 8192)] == [256, 768, 2048, 4096]
+def test_chunks_are_as_large_as_the_embedding_or_an_eighth_of_the_rows():
+    assert [chunk_rows(*shape) for shape in ((100, 28), (4096, 28), (2048, 768), (16_384, 768), (16_384, 4096))] == [
+        100, 512, 768, 2048, 4096]
 
 
 def test_rms_norm_is_its_formula():
@@ -53,28 +68,72 @@ def test_rms_norm_is_its_formula():
     torch.testing.assert_close(rms_norm(x, gain, 1e-5), x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain)
 
 
-def test_lean_norm_linear_has_the_gradients_of_the_plain_one():
+@pytest.mark.parametrize("lean", [False, True])
+def test_norm_and_product_have_the_gradients_of_the_plain_ones(lean):
     x, gain, weight = doubles(2, 3, 8), doubles(8), doubles(6, 8)
-    assert torch.autograd.gradcheck(lambda *a: _NormLinear.apply(*a, 1e-5), (x, gain, weight))
-    torch.testing.assert_close(_NormLinear.apply(x, gain, weight, 1e-5), F.linear(rms_norm(x, gain, 1e-5), weight))
+    assert torch.autograd.gradcheck(lambda *a: NormLinear.apply(*a, 1e-5, lean), (x, gain, weight))
+    torch.testing.assert_close(NormLinear.apply(x, gain, weight, 1e-5, lean), F.linear(rms_norm(x, gain, 1e-5), weight))
 
 
-def test_lean_swiglu_has_the_gradients_of_the_plain_one():
-    gate_up, weight = doubles(2, 3, 10), doubles(4, 5)
-    assert torch.autograd.gradcheck(_SwiGLULinear.apply, (gate_up, weight))
-    gate, up = gate_up.chunk(2, -1)
-    torch.testing.assert_close(_SwiGLULinear.apply(gate_up, weight), F.linear(F.silu(gate) * up, weight))
+@pytest.mark.parametrize("lean", [False, True])
+def test_swiglu_and_product_have_the_gradients_of_the_plain_ones(lean):
+    """Its gradient is written over its input, so that is a fresh copy for each call."""
+    def ours(gate_up, weight):
+        return SwiGLULinear.apply(gate_up.clone(), weight, lean)
+
+    def plain(gate_up, weight):
+        gate, up = gate_up.chunk(2, -1)
+        return F.linear(F.silu(gate) * up, weight)
+
+    same_gradients(ours, plain, doubles(2, 3, 10), doubles(4, 5))
+
+
+def same_gradients(ours, plain, *inputs):
+    a, b = ours(*inputs), plain(*inputs)
+    torch.testing.assert_close(a, b)
+    pull = torch.randn_like(b)
+    for x, y in zip(torch.autograd.grad(a, inputs, pull), torch.autograd.grad(b, inputs, pull), strict=True):
+        torch.testing.assert_close(x, y)
 
 
 def test_rope_turns_pairs_by_position_so_that_products_depend_on_distance_alone():
-    cos, sin = (t.double() for t in rope_tables(12, 8, 10_000.0, CPU))
+    angles = rope_angles(12, 8, 10_000.0, CPU)
     q, k = doubles(1, 1, 1, 8), doubles(1, 1, 1, 8)
-    turned_q, turned_k = (rope(t.expand(1, 12, 1, 8), cos, sin)[0, :, 0] for t in (q, k))
+    turned_q, turned_k = (rope(t.expand(1, 12, 1, 8), angles)[0, :, 0] for t in (q, k))
     products = turned_q @ turned_k.T
     for distance in range(1, 11):
         torch.testing.assert_close(products[distance, 0], products[11, 11 - distance], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(turned_q[0], q[0, 0, 0])
-    assert torch.autograd.gradcheck(lambda x: rope(x, cos, sin), doubles(1, 12, 2, 8))
+    assert torch.autograd.gradcheck(lambda x: rope(x, angles), doubles(1, 12, 2, 8))
+
+
+def test_pairs_of_neighbours_are_the_pairs_of_halves_in_another_order():
+    """Scores by neighbours, of permuted projections, equal those that Hugging Face's Llama has by halves."""
+    x, w_q, w_k = doubles(1, 6, 16), doubles(16, 16), doubles(16, 16)
+    angles = rope_angles(6, 8, 10_000.0, CPU)
+
+    def by_halves(t):
+        first, second = t.chunk(2, -1)
+        cos, sin = angles.real, angles.imag
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    scores = [torch.einsum("blhd,bmhd->bhlm", *(turn(F.linear(x, w).unflatten(-1, (2, 8))) for w in pair))
+              for turn, pair in ((by_halves, (w_q, w_k)),
+                                 (lambda t: rope(t, angles), (halves_to_pairs(w_q, 8), halves_to_pairs(w_k, 8))))]
+    torch.testing.assert_close(*scores)
+
+
+def test_attention_with_rope_has_the_gradients_of_the_plain_formulas():
+    angles = rope_angles(5, 6, 10_000.0, CPU)
+
+    def ours(qkv):
+        return Attention.apply(qkv.clone(), angles, 4, 2)  # turns it in place
+
+    def plain(qkv):
+        q, k = rope(qkv[:, :, :6], angles).split((4, 2), 2)
+        return attention(q, k, qkv[:, :, 6:])
+
+    same_gradients(ours, plain, doubles(2, 5, 8, 6))
 
 
 def test_grouped_attention_equals_each_head_by_the_plain_formula():
@@ -100,10 +159,23 @@ def test_nothing_looks_ahead():
     changed = tokens.clone()
     changed[0, 9] = (changed[0, 9] + 1) % 300
     with torch.no_grad():
-        a, b = model(tokens), model(changed)
+        a, b = model(model.embed(tokens)), model(model.embed(changed))
     assert torch.equal(a[:, :9], b[:, :9]) and not torch.equal(a[:, 9:], b[:, 9:])
 
 
 def test_weights_are_those_of_the_seed():
     a, b, c = (Decoder(tiny(), 8, CPU, seed) for seed in (1, 1, 2))
     assert torch.equal(a.embedding, b.embedding) and not torch.equal(a.embedding, c.embedding)
+
+
+@pytest.mark.parametrize("recompute", ["none", "elementwise", "block"])
+def test_a_whole_model_has_the_gradients_of_the_plain_formulas(recompute):
+    model = Decoder(tiny(), 16, CPU).double()
+    model.angles = rope_angles(16, 8, 10_000.0, CPU)
+    x = doubles(2, 16, 32)
+    inputs = [x, *(p for p in model.parameters() if p is not model.embedding)]
+    a, b = model(x, recompute), model(x, plain=True)
+    torch.testing.assert_close(a, b)
+    pull = torch.randn_like(b)
+    for ours, plain in zip(torch.autograd.grad(a, inputs, pull), torch.autograd.grad(b, inputs, pull), strict=True):
+        torch.testing.assert_close(ours, plain)

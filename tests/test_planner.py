@@ -9,7 +9,7 @@ from conftest import SAMPLES, make_record, write_records
 from planner.build import Question, build, of_device, of_model
 from planner.defaults import optimizer, tokens_per_step
 from planner.hours import cadence, steps_for
-from trainer.config import ModelConfig
+from trainer.config import ModelConfig, StepConfig
 from trainer.errors import NoPlan, UserError
 from trainer.plan import Plan
 
@@ -117,8 +117,8 @@ def test_defaults_follow_their_law_and_name_it():
     tokens, why = tokens_per_step(100_000_000)
     assert 21_000 < tokens < 22_000 and "2503.04715" in why
     model = ModelConfig.named("150M")
-    full, _ = optimizer(model, 100_000_000, 1000, tokens)
-    small, _ = optimizer(model, 100_000_000, 1000, tokens // 4)
+    full, _ = optimizer(model, 100_000_000, 1000, StepConfig(1, tokens))
+    small, _ = optimizer(model, 100_000_000, 1000, StepConfig(1, tokens // 4))
     assert full.lr == pytest.approx(8.6e-4, rel=0.02) and small.lr == pytest.approx(full.lr / 2, rel=0.02)
     assert full.warmup_steps == 20
 

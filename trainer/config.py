@@ -19,6 +19,7 @@ DEPTH_TO_WIDTH = 40
 
 ENGINES = ("eager", "graph", "compile")
 RECOMPUTES = ("none", "elementwise", "block")
+UPDATES = ("after", "backward")
 
 
 def _check(fields: object, names: tuple[str, ...], thing: str) -> None:
@@ -148,17 +149,19 @@ def shape_for(parameters: int, name: str) -> ModelConfig:
 
 @dataclass(frozen=True)
 class StepConfig:
-    """One optimizer step: `accum` micro-steps over `batch` sequences of `length` tokens each."""
+    """One optimizer step: `accum` micro-steps over `batch` sequences of `length` tokens each. `update` says when
+    parameters are updated: after the backward pass, or in it, as soon as each gradient is there, which then is freed."""
 
     batch: int
     length: int
     accum: int = 1
     engine: str = "eager"
     recompute: str = "none"
+    update: str = "after"
 
     def __post_init__(self) -> None:
         _check(self, ("batch", "length", "accum"), "step")
-        for name, known in (("engine", ENGINES), ("recompute", RECOMPUTES)):
+        for name, known in (("engine", ENGINES), ("recompute", RECOMPUTES), ("update", UPDATES)):
             if getattr(self, name) not in known:
                 raise UserError(f"{name} {getattr(self, name)!r} is unknown; it is one of {', '.join(known)}")
 
@@ -168,20 +171,28 @@ class StepConfig:
         return self.batch * self.length * self.accum
 
 
+def clip_for(step: StepConfig) -> float | None:
+    """The clip that a plan for this step has, GPT-3's 1.0, or None where updates come before the norm is known."""
+    return None if step.update == "backward" else 1.0
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its schedule; `lr` is the peak, `warmup_steps` in optimizer steps, `clip` the global gradient norm."""
+    """AdamW and its schedule; `lr` is the peak, `warmup_steps` in optimizer steps, `clip` the global gradient norm, None
+    for no clip."""
 
     lr: float
     warmup_steps: int = 0
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = 1.0
+    clip: float | None = 1.0
     schedule: str = "cosine"
 
     def __post_init__(self) -> None:
         for name, low, high in (("lr", 0, 10), ("weight_decay", -1e-30, 10), ("clip", 0, 1e9)):
             value = getattr(self, name)
+            if name == "clip" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < high:
                 raise UserError(f"optimizer: {name} is {value!r}; it must be a number above 0 and below {high:g}")
         if isinstance(self.warmup_steps, bool) or not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:

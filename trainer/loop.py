@@ -78,7 +78,7 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
         meter.add(times)
         log.write("step", number, loss=times.loss, norm=times.norm, step_s=times.step_s, micro_s=times.micro_s,
                   optimizer_s=times.optimizer_s, lr=lr(number - 1, plan.steps, plan.optimizer))
-        if not (math.isfinite(times.loss) and math.isfinite(times.norm)):
+        if not (math.isfinite(times.loss) and math.isfinite(times.norm or 0)):
             raise UserError(f"loss {times.loss} with gradient norm {times.norm} at step {number}: the run stops here; "
                             f"its last checkpoint is in {folder.path / 'checkpoints'}; try a lower lr in the plan")
         live(live_line(plan, number, times.loss, meter, peaks["device_peak_bytes"]))

@@ -12,11 +12,11 @@ from trainer.step import TrainStep
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One finished step: mean loss, gradient norm before the clip, and seconds. `step_s` runs from the end of the step
-    before to the end of this one; `micro_s` is one forward and backward, `optimizer_s` clip and update."""
+    """One finished step: mean loss, gradient norm before the clip (None without one), and seconds. `step_s` runs from the
+    end of the step before to the end of this one; `micro_s` is one forward and backward, `optimizer_s` clip and update."""
 
     loss: float
-    norm: float
+    norm: float | None
     step_s: float
     micro_s: float
     optimizer_s: float
@@ -50,10 +50,10 @@ class Pace:
         middle = []
         loss, norm = self._step(tokens, lr, lambda: middle.append(self._mark()))
         host = self._host[self._slot]
-        host.copy_(torch.stack((loss, norm)), non_blocking=True)
+        host.copy_(loss if norm is None else torch.stack((loss, norm)), non_blocking=True)
         self._slot = 1 - self._slot
         self._last = self._mark()
-        before, self._flying = self._flying, (begin, middle[0], self._last, host)
+        before, self._flying = self._flying, (begin, middle[0], self._last, host, norm is not None)
         return before and self._finish(before)
 
     def drain(self) -> StepTimes | None:
@@ -61,9 +61,9 @@ class Pace:
         return before and self._finish(before)
 
     def _finish(self, flying) -> StepTimes:
-        begin, middle, end, host = flying
+        begin, middle, end, host, has_norm = flying
         if self._cuda:
             end.synchronize()
-        return StepTimes(loss=float(host[0]), norm=float(host[1]), step_s=self._between(begin, end),
+        return StepTimes(loss=float(host[0]), norm=float(host[1]) if has_norm else None, step_s=self._between(begin, end),
                          micro_s=self._between(begin, middle) / self._step.step.accum,
                          optimizer_s=self._between(middle, end))

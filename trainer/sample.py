@@ -30,7 +30,7 @@ def sample(run: Path, prompt: str, count: int, temperature: float, top_k: int, s
     generator = torch.Generator(device).manual_seed(seed)
     for _ in range(count):
         window = torch.tensor([ids[-plan.step.length:]], device=device)
-        logits = F.linear(model(window)[0, -1], model.embedding)
+        logits = F.linear(model(model.embed(window))[0, -1], model.embedding)
         if temperature == 0:
             token = int(logits.argmax())
         else:

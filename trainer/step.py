@@ -6,6 +6,7 @@ from torch import Tensor
 from trainer.config import ENGINES, RECOMPUTES, ModelConfig, OptimizerConfig, StepConfig
 from trainer.device import lock_fp32, refuse_engine, settle_heap
 from trainer.errors import UserError
+from trainer.loss import linear_cross_entropy
 from trainer.model import Decoder
 
 __all__ = ["ENGINES", "RECOMPUTES", "OptimizerConfig", "StepConfig", "TrainStep"]
@@ -21,7 +22,7 @@ class TrainStep:
     def __init__(self, model: ModelConfig, step: StepConfig, optimizer: OptimizerConfig, device: torch.device,
                  seed: int = 0) -> None:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        refusal = refuse_engine(step.engine, device.type, capability)
+        refusal = refuse_engine(step.engine, device.type, capability) or refuse_update(step, optimizer)
         if refusal:
             raise UserError(refusal)
         lock_fp32()
@@ -29,41 +30,81 @@ class TrainStep:
             settle_heap()
         self.step, self.device, self.clip = step, device, optimizer.clip
         self.model = Decoder(model, step.length, device, seed)
-        matrices = [p for p in self.model.parameters() if p.ndim > 1]
-        vectors = [p for p in self.model.parameters() if p.ndim == 1]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=optimizer.lr, betas=optimizer.betas, eps=1e-8, fused=True)
         self._body = torch.compile(self.model, dynamic=False) if step.engine == "compile" else self.model
         self._graphs: list[tuple[torch.cuda.CUDAGraph, Tensor]] = []
 
-    def __call__(self, tokens: Tensor, lr: float, mark=lambda: None) -> tuple[Tensor, Tensor]:
-        """One optimizer step; returns the mean loss and the gradient's norm before the clip, both still on the device.
-        `mark` is called between the last micro-step and the update."""
-        if self.step.engine == "graph" and not self._graphs:
+        def adamw(parameters, decay):
+            return torch.optim.AdamW(parameters, lr=optimizer.lr, betas=optimizer.betas, eps=1e-8, fused=True,
+                                     weight_decay=decay)
+
+        parameters = list(self.model.parameters())
+        decay = [optimizer.weight_decay if p.ndim > 1 else 0.0 for p in parameters]  # on matrices alone
+        if step.update == "backward":
+            self._optimizers = {p: adamw([p], d) for p, d in zip(parameters, decay, strict=True)}
+            for p in self.model.parameters():
+                if p is not self.model.embedding:  # its gradient is made by hand, and is whole only at the end
+                    p.register_post_accumulate_grad_hook(self._update)
+        else:
+            groups = [{"params": [p for p, d in zip(parameters, decay, strict=True) if d == value], "weight_decay": value}
+                      for value in sorted(set(decay))]
+            one = adamw(groups, 0.0)
+            self._optimizers = dict.fromkeys(parameters, one)
+
+    def __call__(self, tokens: Tensor, lr: float, mark=lambda: None) -> tuple[Tensor, Tensor | None]:
+        """One optimizer step; returns the mean loss and the gradient's norm before the clip (None without a clip), both
+        still on the device. `mark` is called between the last micro-step and the update."""
+        for optimizer in set(self._optimizers.values()):
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        if self.step.engine != "eager" and self.device.type == "cuda" and not self._graphs:
             self._record(tokens[0])
         loss = torch.zeros((), device=self.device)
         for i, micro in enumerate(tokens):
             loss += self._replay(i, micro) if self._graphs else self._forward_backward(micro)
         mark()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        norm = None
+        if self.clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        if self.step.update == "backward":
+            self._update(self.model.embedding)
+        else:
+            (optimizer,) = set(self._optimizers.values())
+            optimizer.step()
         if not self._graphs:  # a graph writes into the gradients it was recorded with
-            self.optimizer.zero_grad(set_to_none=True)
+            self._drop_gradients()
         return loss, norm
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor:
         """Mean loss over tokens (batch, length + 1), on the device."""
-        return self.model.loss(self.model(tokens[:, :-1]), tokens[:, 1:])
+        hidden = self.model(self.model.embed(tokens[:, :-1])).flatten(0, 1)
+        return linear_cross_entropy(hidden, self.model.embedding, tokens[:, 1:].flatten().long())
 
     def _forward_backward(self, tokens: Tensor) -> Tensor:
-        hidden = self._body(tokens[:, :-1], self.step.recompute)
-        loss = self.model.loss(hidden, tokens[:, 1:]) / self.step.accum
-        loss.backward()
-        return loss.detach()
+        """Loss and gradients of one micro-step. The tied embedding's two gradients go into one buffer: the head's first,
+        chunk by chunk as the loss is made, then the looked-up rows'."""
+        embedding, inputs = self.model.embedding, tokens[:, :-1]
+        x = self.model.embed(inputs).requires_grad_()
+        hidden = self._body(x, self.step.recompute, self.step.engine == "compile")
+        is_first = embedding.grad is None
+        if is_first:
+            embedding.grad = torch.empty_like(embedding)
+        rows = hidden.detach().flatten(0, 1)
+        loss = linear_cross_entropy(rows, embedding.detach(), tokens[:, 1:].flatten().long(), 1 / self.step.accum,
+                                    embedding.grad, add=not is_first)
+        hidden.backward(rows.view_as(hidden))  # which holds the gradient now
+        with torch.no_grad():
+            # sorts the tokens, so that rows are added in the same order every time; index_add_ would not on a card
+            embedding.grad.index_put_((inputs.flatten(),), x.grad.flatten(0, 1), accumulate=True)
+        return loss
+
+    def _update(self, parameter: Tensor) -> None:
+        self._optimizers[parameter].step()
+        parameter.grad = None
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
 
     def _replay(self, i: int, tokens: Tensor) -> Tensor:
         graph, loss = self._graphs[min(i, len(self._graphs) - 1)]
@@ -76,10 +117,10 @@ class TrainStep:
         self._tokens = tokens.clone()
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):  # lazy set-up (cuBLAS handles, kernels) may not happen during a recording
+        with torch.cuda.stream(side):  # lazy set-up (cuBLAS handles, kernels, the compiler) may not happen in a recording
             self._forward_backward(self._tokens)
         torch.cuda.current_stream(self.device).wait_stream(side)
-        self.optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         pool = torch.cuda.graph_pool_handle()
         for _ in range(min(2, self.step.accum)):
             graph = torch.cuda.CUDAGraph()
@@ -92,7 +133,7 @@ class TrainStep:
         tensors = {}
         for name, parameter in self.model.named_parameters():
             tensors[f"model.{name}"] = parameter.detach()
-            for key, value in self.optimizer.state.get(parameter, {}).items():
+            for key, value in self._optimizers[parameter].state.get(parameter, {}).items():
                 tensors[f"{key}.{name}"] = value
         return tensors
 
@@ -102,6 +143,19 @@ class TrainStep:
         for name, parameter in self.model.named_parameters():
             parameter.copy_(tensors[f"model.{name}"])
             state = {key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-            self.optimizer.state[parameter] = {
+            self._optimizers[parameter].state[parameter] = {
                 key: torch.empty(value.shape, device=self.device, dtype=value.dtype).copy_(value)
                 for key, value in state.items()}
+
+
+def refuse_update(step: StepConfig, optimizer: OptimizerConfig) -> str | None:
+    """Why parameters can't be updated in the backward pass as asked; None if they can, or if it wasn't asked."""
+    if step.update == "after":
+        return None
+    if step.accum > 1:
+        return "update in the backward pass needs accum 1: with accumulation a gradient is whole only at the last micro-step"
+    if optimizer.clip is not None:
+        return "update in the backward pass needs clip null: the global norm is known only when every gradient is there"
+    if step.engine != "eager":
+        return f"update in the backward pass needs engine eager, not {step.engine}: a recorded update would keep its rate"
+    return None
