@@ -20,12 +20,13 @@ ROWS = [
     *(("hf", "eager", "none", "after", b, n, "138M") for b, n in SHAPES),
     ("hf", "compile", "none", "after", 4, 512, "138M"),
     *(("ours", e, "none", "after", b, n, "138M") for b, n in SHAPES for e in ("eager", "graph", "compile")),
-    *(("ours", e, r, "after", 4, 512, "138M") for r in ("elementwise", "block") for e in ("eager", "graph")),
-    ("ours", "eager", "elementwise", "after", 16, 1024, "138M"),
+    *(("ours", "eager", r, "after", 4, 512, "138M") for r in ("elementwise", "block")),
     ("ours", "eager", "block", "after", 32, 512, "138M"),
     ("ours", "eager", "block", "backward", 1, 512, "300M"),
     *(("ours", e, "none", "after", 4, 512, "13M") for e in ("eager", "graph")),
+    *(("fed", "graph", "none", "after", 4, 512, m) for m in ("13M", "138M")),
 ]
+ON_CPU = [(who, "eager", "none", "after", 4, 256, "10M") for who in ("hf", "ours")]
 
 
 def measure(who: str, engine: str, recompute: str, update: str, batch: int, length: int, model: str, steps: int) -> dict:
@@ -74,6 +75,38 @@ def measure(who: str, engine: str, recompute: str, update: str, batch: int, leng
     step_s = median(times)
     return {"step_s": step_s, "tok_s": batch * length / step_s, "first_loss": first, "warm_s": warm,
             "flops": config.flops_per_token(length) * batch * length / step_s} | claim.peaks(where, facts.facts(where).uuid)
+
+
+def fed(engine: str, recompute: str, batch: int, length: int, model: str, steps: int) -> dict:
+    """Our step on a token file's batches and on one resident batch, in turns in one process."""
+    import tempfile
+    from itertools import cycle
+    from pathlib import Path
+
+    import numpy as np
+
+    from trainer import device as facts
+    from trainer.config import ModelConfig, OptimizerConfig, StepConfig
+    from trainer.pace import Pace
+    from trainer.step import TrainStep
+    from trainer.tokens import Tokens, dtype_for, feed, write_sidecar
+
+    where, config, shape = facts.resolve(None), ModelConfig.named(model), StepConfig(batch, length, 1, engine, recompute)
+    pace = Pace(TrainStep(config, shape, OptimizerConfig(1e-5), where))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tokens.bin"
+        np.random.default_rng(0).integers(config.vocab, size=8_000_000).astype(dtype_for(config.vocab)).tofile(path)
+        write_sidecar(path, 8_000_000, config.vocab, None)
+        file = feed(Tokens.open(path), shape, 0, where)
+        times = {"fed": [], "resident": []}
+        for _ in range(5):
+            for name, source in (("fed", file), ("resident", cycle([next(file).clone()]))):
+                done = [pace.run(next(source), 1e-5) for _ in range(5 * steps)] + [pace.drain()]
+                times[name] += [t.step_s for t in done[3:]]
+        del file
+    tok_s = {name: batch * length * len(t) / sum(t) for name, t in times.items()}  # means: a stall must show
+    return {"tok_s": tok_s["fed"], "resident_tok_s": tok_s["resident"],
+            "fed_over_resident": tok_s["fed"] / tok_s["resident"]}
 
 
 def hugging_face(config, engine, tokens, where):
@@ -129,8 +162,8 @@ def hugging_face(config, engine, tokens, where):
     return step, first
 
 
-def product_rate() -> float:
-    """FLOP/s of an fp32 matrix product of 8192 cubed (2048 on a processor)."""
+def product_rate() -> dict:
+    """The device and its FLOP/s in an fp32 matrix product of 8192 cubed (2048 on a processor)."""
     import torch
 
     from trainer import device as facts
@@ -146,7 +179,7 @@ def product_rate() -> float:
         a @ b
         facts.synchronize(where)
         times.append(time.perf_counter() - begin)
-    return 2 * n**3 / median(times[2:])
+    return {"device": where.type, "rate": 2 * n**3 / median(times[2:])}
 
 
 def main() -> None:
@@ -158,7 +191,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.row:
         row = json.loads(options.row)
-        print(json.dumps({"rate": product_rate()} if row == "product" else measure(*row, options.steps)))
+        if row == "product":
+            print(json.dumps(product_rate()))
+        elif row[0] == "fed":
+            print(json.dumps(fed(*row[1:3], *row[4:], options.steps)))
+        else:
+            print(json.dumps(measure(*row, options.steps)))
         return
 
     def child(row) -> dict:
@@ -169,12 +207,13 @@ def main() -> None:
             return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
         return json.loads(lines[-1])
 
-    rate = child("product")["rate"]
+    product = child("product")
+    rate = product["rate"]
     print(f"fp32 product {rate / 1e12:.2f} TFLOP/s")
-    print(f"{'who':5} {'model':5} {'engine':8} {'recompute':11} {'B x L':>10} {'alloc GB':>8} {'resv GB':>8} {'device GB':>9} "
+    print(f"{'who':5} {'model':5} {'engine':8} {'recompute':11} {'B x L':>10} {'alloc GB':>8} {'resv GB':>8} {'dev. GB':>8} "
           f"{'tok/s':>9} {'eff':>6}")
     results = []
-    for row in ROWS:
+    for row in ROWS if product["device"] == "cuda" else ON_CPU:
         if options.rows not in " ".join(map(str, row)):
             continue
         got = child(row)
@@ -183,8 +222,11 @@ def main() -> None:
         if "error" in got:
             print(f"{name} {got['error'][:80]}", flush=True)
             continue
+        if "fed_over_resident" in got:
+            print(f"{name} {got['tok_s']:,.0f} tok/s is {got['fed_over_resident']:.4f} of a resident batch's", flush=True)
+            continue
         gb = [f"{(got[k] or 0) / 1e9:.3f}" for k in ("allocated_peak_bytes", "reserved_peak_bytes", "device_peak_bytes")]
-        print(f"{name} {gb[0]:>8} {gb[1]:>8} {gb[2]:>9} {got['tok_s']:>9,.0f} {got['flops'] / rate:>6.3f}", flush=True)
+        print(f"{name} {gb[0]:>8} {gb[1]:>8} {gb[2]:>8} {got['tok_s']:>9,.0f} {got['flops'] / rate:>6.3f}", flush=True)
     line = json.dumps({"product_flops": rate, "rows": results})
     if options.out:
         with open(options.out, "w", encoding="utf-8") as f:

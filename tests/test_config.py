@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.config import SIZES, ModelConfig, OptimizerConfig, StepConfig
 from trainer.errors import UserError
-from trainer.loss import linear_cross_entropy
+from trainer.loss import head_loss
 from trainer.model import Decoder
 from trainer.units import parse_count
 
@@ -54,7 +54,8 @@ def test_flops_by_arithmetic_equal_those_counted_on_the_built_model(length):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         hidden = model(model.embed(tokens[:, :-1]).requires_grad_(), plain=True)
         rows = hidden.detach().flatten(0, 1)
-        linear_cross_entropy(rows, model.embedding, tokens[:, 1:].flatten(), 1.0, torch.empty_like(model.embedding))
+        head_loss(rows, model.norm, model.embedding, tokens[:, 1:].flatten(), 1e-5, 1.0, torch.empty_like(model.norm),
+                  torch.empty_like(model.embedding))
         hidden.backward(rows.view_as(hidden))
     attention = 6 * config.layers * length * config.d_model
     assert counter.get_total_flops() / (3 * length) - 2 * attention == config.flops_per_token(length) - attention

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from conftest import tiny
 
 from trainer.layers import Attention, NormLinear, SwiGLULinear
-from trainer.loss import IGNORE, chunk_rows, linear_cross_entropy
+from trainer.loss import IGNORE, chunk_rows, head_loss
 from trainer.model import Decoder, attention, halves_to_pairs, rms_norm, rope, rope_angles
 
 CPU = torch.device("cpu")
@@ -16,51 +16,52 @@ def doubles(*shape):
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
-def gradients(x, weight, targets, scale=1.0, d_weight=None):
-    """(loss, d_x, d_weight) by ours; adds to d_weight if it is given."""
-    rows, add = x.detach().clone(), d_weight is not None
-    d_weight = torch.full_like(weight, torch.nan) if d_weight is None else d_weight
-    loss = linear_cross_entropy(rows, weight.detach(), targets, scale, d_weight, add)
-    return loss, rows, d_weight
+EPS = 1e-5
 
 
-@pytest.mark.parametrize("rows", [1, 255, 256, 700, 5000])
+def gradients(x, gain, weight, targets, scale=1.0, before=None):
+    """(loss, d_x, d_gain, d_weight) by ours; added to `before`, (d_gain, d_weight), if that is given."""
+    rows = x.detach().clone()
+    d_gain, d_weight = before or (torch.full_like(t, torch.nan) for t in (gain, weight))
+    loss = head_loss(rows, gain.detach(), weight.detach(), targets, EPS, scale, d_gain, d_weight, before is not None)
+    return loss, rows, d_gain, d_weight
+
+
+@pytest.mark.parametrize("rows", [1, 511, 512, 700, 9000])
 def test_loss_and_its_gradients_equal_cross_entropy_over_full_logits(rows):
     """Any number of rows, whole chunks or not, some targets ignored."""
-    x, weight = doubles(rows, 16), doubles(50, 16)
+    inputs = x, gain, weight = doubles(rows, 16), doubles(16), doubles(50, 16)
     targets = torch.randint(50, (rows,))
     targets[::3] = IGNORE
     targets[-1] = 7
-    loss, d_x, d_weight = gradients(x, weight, targets, 3.0)
-    plain = F.cross_entropy(x @ weight.T, targets, ignore_index=IGNORE)
-    plain_d_x, plain_d_weight = torch.autograd.grad(3 * plain, (x, weight))
+    loss, *ours = gradients(x, gain, weight, targets, 3.0)
+    plain = F.cross_entropy(rms_norm(x, gain, EPS) @ weight.T, targets, ignore_index=IGNORE)
     assert loss.item() == pytest.approx(3 * plain.item(), rel=1e-12)
-    assert linear_cross_entropy(x.detach(), weight, targets).item() == pytest.approx(plain.item(), rel=1e-12)
-    torch.testing.assert_close(d_x, plain_d_x, rtol=1e-10, atol=1e-14)
-    torch.testing.assert_close(d_weight, plain_d_weight, rtol=1e-10, atol=1e-14)
+    assert head_loss(x, gain, weight, targets, EPS).item() == pytest.approx(plain.item(), rel=1e-12)
+    for a, b in zip(ours, torch.autograd.grad(3 * plain, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
 
 
-def test_the_gradient_by_the_weight_adds_up_over_micro_steps():
-    x, weight, targets = doubles(700, 16), doubles(50, 16), torch.randint(50, (700,))
-    _, _, once = gradients(x, weight, targets)
-    _, _, twice = gradients(x, weight, targets, d_weight=once.clone())
-    torch.testing.assert_close(twice, 2 * once)
+def test_the_gradients_by_the_weights_add_up_over_micro_steps():
+    x, gain, weight, targets = doubles(700, 16), doubles(16), doubles(50, 16), torch.randint(50, (700,))
+    _, _, *once = gradients(x, gain, weight, targets)
+    _, _, *twice = gradients(x, gain, weight, targets, before=[t.clone() for t in once])
+    for a, b in zip(once, twice, strict=True):
+        torch.testing.assert_close(2 * a, b)
 
 
 def test_loss_survives_logits_whose_probability_underflows():
-    x = torch.tensor([[200.0, 0.0]])
-    weight = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
-    assert linear_cross_entropy(x, weight, torch.tensor([1])).item() == pytest.approx(400)
+    x, gain, weight = torch.tensor([[1.0, 1.0]]), torch.tensor([200.0, 0.0]), torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+    assert head_loss(x, gain, weight, torch.tensor([1]), EPS).item() == pytest.approx(400, rel=1e-4)
 
 
 def test_a_batch_without_targets_has_loss_zero_and_no_gradient():
-    loss, d_x, d_weight = gradients(doubles(4, 8), doubles(9, 8), torch.full((4,), IGNORE))
-    assert loss.item() == 0 and not d_x.any() and not d_weight.any()
+    loss, *grads = gradients(doubles(4, 8), doubles(8), doubles(9, 8), torch.full((4,), IGNORE))
+    assert loss.item() == 0 and not any(g.any() for g in grads)
 
 
-def test_chunks_are_as_large_as_the_embedding_or_an_eighth_of_the_rows():
-    assert [chunk_rows(*shape) for shape in ((100, 28), (4096, 28), (2048, 768), (16_384, 768), (16_384, 4096))] == [
-        100, 512, 768, 2048, 4096]
+def test_a_chunk_is_512_rows_or_an_eighth():
+    assert [chunk_rows(n) for n in (100, 512, 2048, 16_384, 17_000)] == [100, 512, 512, 2048, 2048]
 
 
 def test_rms_norm_is_its_formula():
@@ -173,7 +174,7 @@ def test_a_whole_model_has_the_gradients_of_the_plain_formulas(recompute):
     model = Decoder(tiny(), 16, CPU).double()
     model.angles = rope_angles(16, 8, 10_000.0, CPU)
     x = doubles(2, 16, 32)
-    inputs = [x, *(p for p in model.parameters() if p is not model.embedding)]
+    inputs = [x, *model.blocks.parameters()]
     a, b = model(x, recompute), model(x, plain=True)
     torch.testing.assert_close(a, b)
     pull = torch.randn_like(b)

@@ -84,7 +84,7 @@ def test_the_tied_embedding_gets_both_of_its_gradients():
     train = TrainStep(tiny(), StepConfig(2, 16), OptimizerConfig(lr=1e-3, clip=None), CPU)
     t, model = tokens(1, 2), train.model
     x = F.embedding(t[0, :, :-1], model.embedding)
-    logits = model(x, plain=True) @ model.embedding.T
+    logits = model.logits(model(x, plain=True))
     plain = torch.autograd.grad(F.cross_entropy(logits.flatten(0, 1), t[0, :, 1:].flatten().long()),
                                 list(model.parameters()))
     train(t, 0.0)

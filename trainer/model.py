@@ -113,7 +113,8 @@ class Decoder(nn.Module):
         return F.embedding(tokens, self.embedding.detach())
 
     def forward(self, x: Tensor, recompute: str = "none", plain: bool = False) -> Tensor:
-        """Hidden states after the last norm, (batch, length, d_model), of embedded tokens x of the same shape."""
+        """The last block's output, (batch, length, d_model), of embedded tokens x of the same shape; the last norm belongs
+        to the head, which takes it chunk by chunk."""
         angles = self.angles[: x.shape[1]]
         for block in self.blocks:
             layer, extra = (block.plain, ()) if plain else (block, (recompute != "none",))
@@ -122,4 +123,8 @@ class Decoder(nn.Module):
                 x = checkpoint(layer, x, angles, *extra, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = layer(x, angles, *extra)
-        return rms_norm(x, self.norm, self.config.norm_eps)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The scores (..., vocab) of outputs x (..., d_model)."""
+        return F.linear(rms_norm(x, self.norm, self.config.norm_eps), self.embedding)

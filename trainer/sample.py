@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from trainer import checkpoint, tokenizer
 from trainer.errors import UserError
@@ -30,7 +29,7 @@ def sample(run: Path, prompt: str, count: int, temperature: float, top_k: int, s
     generator = torch.Generator(device).manual_seed(seed)
     for _ in range(count):
         window = torch.tensor([ids[-plan.step.length:]], device=device)
-        logits = F.linear(model(model.embed(window))[0, -1], model.embedding)
+        logits = model.logits(model(model.embed(window))[0, -1])
         if temperature == 0:
             token = int(logits.argmax())
         else:

@@ -6,7 +6,7 @@ from torch import Tensor
 from trainer.config import ENGINES, RECOMPUTES, ModelConfig, OptimizerConfig, StepConfig
 from trainer.device import lock_fp32, refuse_engine, settle_heap
 from trainer.errors import UserError
-from trainer.loss import linear_cross_entropy
+from trainer.loss import head_loss
 from trainer.model import Decoder
 
 __all__ = ["ENGINES", "RECOMPUTES", "OptimizerConfig", "StepConfig", "TrainStep"]
@@ -41,9 +41,8 @@ class TrainStep:
         decay = [optimizer.weight_decay if p.ndim > 1 else 0.0 for p in parameters]  # on matrices alone
         if step.update == "backward":
             self._optimizers = {p: adamw([p], d) for p, d in zip(parameters, decay, strict=True)}
-            for p in self.model.parameters():
-                if p is not self.model.embedding:  # its gradient is made by hand, and is whole only at the end
-                    p.register_post_accumulate_grad_hook(self._update)
+            for p in self.model.blocks.parameters():  # the head's gradients are made by hand
+                p.register_post_accumulate_grad_hook(self._update)
         else:
             groups = [{"params": [p for p, d in zip(parameters, decay, strict=True) if d == value], "weight_decay": value}
                       for value in sorted(set(decay))]
@@ -66,7 +65,8 @@ class TrainStep:
         if self.clip is not None:
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         if self.step.update == "backward":
-            self._update(self.model.embedding)
+            for p in (self.model.norm, self.model.embedding):
+                self._update(p)
         else:
             (optimizer,) = set(self._optimizers.values())
             optimizer.step()
@@ -77,25 +77,28 @@ class TrainStep:
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor:
         """Mean loss over tokens (batch, length + 1), on the device."""
-        hidden = self.model(self.model.embed(tokens[:, :-1])).flatten(0, 1)
-        return linear_cross_entropy(hidden, self.model.embedding, tokens[:, 1:].flatten().long())
+        m = self.model
+        x = m(m.embed(tokens[:, :-1])).flatten(0, 1)
+        return head_loss(x, m.norm, m.embedding, tokens[:, 1:].flatten().long(), m.config.norm_eps)
 
     def _forward_backward(self, tokens: Tensor) -> Tensor:
         """Loss and gradients of one micro-step. The tied embedding's two gradients go into one buffer: the head's first,
         chunk by chunk as the loss is made, then the looked-up rows'."""
-        embedding, inputs = self.model.embedding, tokens[:, :-1]
-        x = self.model.embed(inputs).requires_grad_()
-        hidden = self._body(x, self.step.recompute, self.step.engine == "compile")
-        is_first = embedding.grad is None
+        m, inputs, targets = self.model, tokens[:, :-1], tokens[:, 1:].flatten().long()
+        x = m.embed(inputs).requires_grad_()
+        out = self._body(x, self.step.recompute, self.step.engine == "compile")
+        is_first = m.embedding.grad is None
         if is_first:
-            embedding.grad = torch.empty_like(embedding)
-        rows = hidden.detach().flatten(0, 1)
-        loss = linear_cross_entropy(rows, embedding.detach(), tokens[:, 1:].flatten().long(), 1 / self.step.accum,
-                                    embedding.grad, add=not is_first)
-        hidden.backward(rows.view_as(hidden))  # which holds the gradient now
+            m.embedding.grad, m.norm.grad = torch.empty_like(m.embedding), torch.empty_like(m.norm)
+        rows = out.detach().flatten(0, 1)
+        loss = head_loss(rows, m.norm, m.embedding, targets, m.config.norm_eps, 1 / self.step.accum, m.norm.grad,
+                         m.embedding.grad, add=not is_first)
+        # on this thread: autograd's own would take a second cuBLAS handle and its workspace, 34 MB on an H200
+        with torch.autograd.set_multithreading_enabled(False):
+            out.backward(rows.view_as(out))  # which holds the gradient now
         with torch.no_grad():
             # sorts the tokens, so that rows are added in the same order every time; index_add_ would not on a card
-            embedding.grad.index_put_((inputs.flatten(),), x.grad.flatten(0, 1), accumulate=True)
+            m.embedding.grad.index_put_((inputs.flatten(),), x.grad.flatten(0, 1), accumulate=True)
         return loss
 
     def _update(self, parameter: Tensor) -> None:
@@ -124,7 +127,7 @@ class TrainStep:
         pool = torch.cuda.graph_pool_handle()
         for _ in range(min(2, self.step.accum)):
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, stream=side):  # which has its cuBLAS workspace already
                 loss = self._forward_backward(self._tokens)
             self._graphs.append((graph, loss))
 
