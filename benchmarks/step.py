@@ -182,6 +182,18 @@ def product_rate() -> dict:
     return {"device": where.type, "rate": 2 * n**3 / median(times[2:])}
 
 
+def loss_differences(results: list[dict]) -> list[str]:
+    """For each shape that both ran, how far the first losses are apart, and whether that is within 1e-4."""
+    lines, theirs = [], {(r["model"], r["batch"], r["length"]): r for r in results if r["who"] == "hf" and "first_loss" in r}
+    for r in results:
+        peer = theirs.get((r["model"], r["batch"], r["length"]))
+        if r["who"] == "ours" and peer and "first_loss" in r:
+            apart = abs(r["first_loss"] - peer["first_loss"])
+            lines.append(f"{r['model']} {r['engine']}/{r['recompute']} {r['batch']} x {r['length']}: first losses {apart:.1e} "
+                         f"apart" + ("" if apart <= 1e-4 else ": NOT THE SAME MODEL"))
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default="", help="only rows whose name holds this")
@@ -227,6 +239,8 @@ def main() -> None:
             continue
         gb = [f"{(got[k] or 0) / 1e9:.3f}" for k in ("allocated_peak_bytes", "reserved_peak_bytes", "device_peak_bytes")]
         print(f"{name} {gb[0]:>8} {gb[1]:>8} {gb[2]:>8} {got['tok_s']:>9,.0f} {got['flops'] / rate:>6.3f}", flush=True)
+    for difference in loss_differences(results):
+        print(difference)
     line = json.dumps({"product_flops": rate, "rows": results})
     if options.out:
         with open(options.out, "w", encoding="utf-8") as f:

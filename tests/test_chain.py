@@ -124,8 +124,31 @@ def test_an_interrupted_run_saves_and_says_how_to_go_on(home, how):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and not err.strip(), err
     done = int(sorted((run / "checkpoints").iterdir())[-1].name.removeprefix("step-"))
-    assert f"interrupted after step {done}" in out and "--resume" in out
-    assert json.loads(log.read_text().splitlines()[-1])["step"] == done
+    assert f"stopped after step {done};" in out and "--resume" in out
+    last = json.loads(log.read_text().splitlines()[-1])
+    assert last["kind"] == "checkpoint" and last["step"] == done
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_run_stopped_at_any_moment_goes_on_bit_for_bit(home):
+    """Weights and step number must be of the same moment: a stop may not cut a step in two."""
+    plan = json.loads((home / "plan.json").read_text()) | {"steps": 200, "eval": 100, "checkpoint": 100}
+    (home / "stops.json").write_text(json.dumps(plan))
+    arguments = ("train", "--plan", "stops.json", "--data", "text.bin", "--run")
+    assert call(home, *arguments, "unstopped").returncode == 0
+    process, log, stops = start(home, *arguments, "stopped"), home / "stopped/log.jsonl", 0
+    for wanted in (30, 80, 130):
+        deadline = time.monotonic() + 120
+        while not (log.exists() and log.read_text().count('"step"') > wanted) and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+        stops += process.returncode == 130
+        process = start(home, *arguments, "stopped", "--resume")
+    process.communicate(timeout=120)
+    assert process.returncode == 0 and stops >= 2
+    assert final_state(home / "stopped") == final_state(home / "unstopped")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")

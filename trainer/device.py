@@ -87,8 +87,13 @@ def lacks_kernels(capability: tuple[int, int], arch_list: list[str]) -> str | No
             f"install {build}: python3 bootstrap.py chooses it")
 
 
+def _cards(torch) -> list[str]:
+    return [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+
+
 def resolve(name: str | None):
-    """The torch device called `name` ("cuda", "cuda:1", "cpu", "mps", "xpu"), or the best there is for None.
+    """The torch device called `name` ("cuda", "cuda:1", "cpu", "mps", "xpu", or a fingerprint of this machine's), or the
+    best there is for None.
 
     UserError for a device that isn't there or that this build can't run on.
     """
@@ -107,7 +112,10 @@ def resolve(name: str | None):
             name = "mps"
     match = re.fullmatch(r"(cpu|cuda|xpu|mps)(?::(\d+))?", name)
     if not match:
-        raise UserError(f"device {name!r} is unknown; it is cuda, cuda:1, cpu, mps, xpu, or a name from results/")
+        here = {facts(d).fingerprint: d for d in [*map(torch.device, _cards(torch)), torch.device("cpu")]}
+        if name in here:
+            return here[name]
+        raise UserError(f"device {name!r} is not here; it is cuda, cuda:1, cpu, mps, xpu, or one of {', '.join(here)}")
     kind, index = match[1], int(match[2] or 0)
     if kind == "cpu":
         return torch.device("cpu")

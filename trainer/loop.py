@@ -1,7 +1,9 @@
 """The run: reads top to bottom as what happens."""
 
+import contextlib
 import math
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -18,6 +20,24 @@ from trainer.step import TrainStep
 from trainer.tokens import Tokens, feed
 
 SEED = 0
+
+
+class Stop:
+    """Ctrl-C and SIGTERM while a run goes: noted, so that no step is cut in two; a second one ends it at once."""
+
+    def __enter__(self) -> "Stop":
+        self.asked = False
+        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def _note(self, signum, frame) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __exit__(self, *failure) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
 def open_data(plan: Plan, data: Path, val: Path | None) -> tuple[Tokens, Tokens]:
@@ -43,7 +63,8 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
         say, live) -> dict:
     """Trains as planned from the start or the newest checkpoint, and returns the receipt.
 
-    `say` takes lines that stay, `live` the line that changes. On KeyboardInterrupt the state is saved first.
+    `say` takes lines that stay, `live` the line that changes. Asked to stop, it saves after the step that runs, says how
+    to go on, and raises KeyboardInterrupt.
     """
     facts = device.facts(where)
     if facts.fingerprint != plan.device:
@@ -102,7 +123,7 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
         log.write("checkpoint", number, path=path.name, seconds=time.perf_counter() - begin)
 
     done = start
-    try:
+    with contextlib.closing(log), Stop() as stop:
         if start == 0:
             evaluate(0)
         for tokens_of_step in feed(tokens, plan.step, SEED, where, start):
@@ -112,23 +133,18 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
             done += 1
             if finished:
                 note(done - 1, finished)
-            due_eval, due_save = done in evaluations, done % plan.checkpoint == 0 or done == plan.steps
+            due_eval = done in evaluations
+            due_save = done % plan.checkpoint == 0 or done == plan.steps or stop.asked
             if due_eval or due_save:
                 note(done, pace.drain())
                 if due_eval:
                     evaluate(done)
                 if due_save:
                     save(done)
-    except KeyboardInterrupt:
-        if (finished := pace.drain()) is not None:
-            note(done, finished)
-        if done > start:
-            save(done)
-        say(f"interrupted after step {done}; go on with: train --plan {folder.path / 'plan.json'} "
-            f"--data {tokens.path} --run {folder.path} --resume")
-        raise
-    finally:
-        log.close()
+            if stop.asked and done < plan.steps:
+                say(f"stopped after step {done}; go on with: train --plan {folder.path / 'plan.json'} "
+                    f"--data {tokens.path} --run {folder.path} --resume")
+                raise KeyboardInterrupt
 
     peaks.update(claim.peaks(where, facts.uuid))
     paper = receipt(plan, meter, peaks, before_s + process_seconds(), {

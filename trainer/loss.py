@@ -1,5 +1,10 @@
 """The model's head: norm, product with the embedding and cross-entropy, chunk by chunk, so that the full logits never
-exist; the gradients are made as it goes."""
+exist; the gradients are made as it goes.
+
+torch 2.13 has linear_cross_entropy with chunks. On two cores, 4096 rows of 192 at V 32000, it took 3.4 s and 150 MB where
+this takes 1.7 s and 96 MB (cross-entropy over full logits: 2.3 s and 1,615 MB), and it has no place for the tied embedding's
+one buffer; so this is kept.
+"""
 
 import torch
 from torch import Tensor
