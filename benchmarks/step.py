@@ -189,8 +189,8 @@ def loss_differences(results: list[dict]) -> list[str]:
         peer = theirs.get((r["model"], r["batch"], r["length"]))
         if r["who"] == "ours" and peer and "first_loss" in r:
             apart = abs(r["first_loss"] - peer["first_loss"])
-            lines.append(f"{r['model']} {r['engine']}/{r['recompute']} {r['batch']} x {r['length']}: first losses {apart:.1e} "
-                         f"apart" + ("" if apart <= 1e-4 else ": NOT THE SAME MODEL"))
+            name = f"{r['model']} {r['engine']}/{r['recompute']} {r['batch']} x {r['length']}"
+            lines.append(f"{name}: first losses {apart:.1e} apart" + ("" if apart <= 1e-4 else ": NOT THE SAME MODEL"))
     return lines
 
 

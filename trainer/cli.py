@@ -62,7 +62,8 @@ class Output:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, words on stderr.")
-device_option = click.option("--device", metavar="D", help="cuda, cuda:1, cpu, mps, xpu, or its name under results/.  [default: the best here]")
+device_option = click.option("--device", metavar="D",
+                             help="cuda, cuda:1, cpu, mps, xpu, or a name under results/.  [default: the best here]")
 
 
 @click.group(invoke_without_command=True, context_settings=HELP, no_args_is_help=True)
