@@ -34,11 +34,12 @@ def look(workers: Workers, device: str | None, folder: Path) -> tuple[DeviceFact
 
 
 def measure(workers: Workers, cell: Cell, device: str, facts: DeviceFacts, known: list[Record], seconds: float) -> Record:
-    """Runs one cell and judges it. Its process is ended after twelve times `seconds`."""
+    """Runs one cell and judges it. Its process is ended when it takes a minute, for the start of torch on a busy machine,
+    and twelve times `seconds`."""
     is_card = facts.kind != "cpu"
     best = smaller_best(cell, known) if is_card else None
     slow_step_s = best and cell.step.tokens * FALL / best.tok_s
-    outcome = workers.run("measure", (cell, device, facts.uuid, seconds, slow_step_s), 12 * seconds, not is_card)
+    outcome = workers.run("measure", (cell, device, facts.uuid, seconds, slow_step_s), 60 + 12 * seconds, not is_card)
     status, why = judge(outcome, cell, facts.total_bytes, is_card, known)
     fields = {f.name for f in dataclasses.fields(Record)}
     measured = {k: v for k, v in (outcome.measured or outcome.progress).items() if k in fields}
