@@ -61,6 +61,8 @@ def main() -> None:
     print(f"{'':14}{'planned':>14}{'actual':>14}{'difference':>12}")
     for name, label, unit, scale in (("tok_s", "throughput", "tok/s", 1), ("peak_bytes", "peak memory", "GB", 1e-9),
                                      ("hours", "whole time", "s", 3600)):
+        if not receipt["ratio"][name]:
+            continue
         planned, actual = receipt["planned"][name] * scale, receipt["actual"][name] * scale
         digits = 2 if unit == "GB" else 0
         difference = (actual / planned - 1) * 100

@@ -220,6 +220,8 @@ def main() -> None:
         return json.loads(lines[-1])
 
     product = child("product")
+    if "error" in product:
+        sys.exit(f"error: the product could not be measured: {product['error']}")
     rate = product["rate"]
     print(f"fp32 product {rate / 1e12:.2f} TFLOP/s")
     print(f"{'who':5} {'model':5} {'engine':8} {'recompute':11} {'B x L':>10} {'alloc GB':>8} {'resv GB':>8} {'dev. GB':>8} "

@@ -10,7 +10,7 @@ from planner import defaults
 from planner.choose import Choice, choose
 from planner.hours import Overheads, cadence, hours, overheads, step_span, steps_for
 from probe.cliff import default_limit
-from probe.records import Record, load
+from probe.records import Record, latest, load
 from trainer import nvml
 from trainer.config import ModelConfig
 from trainer.device import cpu_name, slug
@@ -62,17 +62,19 @@ def of_device(records: list[Record], name: str | None, only_one_will_do: bool) -
     taken unnamed only where the user pointed at them (`only_one_will_do`) and they are of one device."""
     names = list(dict.fromkeys(r.device for r in records))
     here = [slug(n) for n in nvml.names()]
-    cpu = slug(f"cpu {cpu_name()}")
+    cpu, mps = slug(f"cpu {cpu_name()}"), slug(f"mps {cpu_name()} (Metal)")
     if name is not None:
         kind, _, index = name.partition(":")
-        if kind == "cuda" and here:
-            name = here[int(index) if index.isdigit() and int(index) < len(here) else 0]
-        elif name == "cpu":
-            name = cpu
+        if kind == "cuda":
+            if not (index or "0").isdecimal() or int(index or 0) >= len(here):
+                raise UserError(f"device {name} is not here; this machine's cards are: {', '.join(here) or 'none'}")
+            name = here[int(index or 0)]
+        else:
+            name = {"cpu": cpu, "mps": mps}.get(name, name)
         if name not in names:
             raise UserError(f"no records of device {name!r}; there are some of {', '.join(names)}")
         return [r for r in records if r.device == name]
-    for mine in [*here, cpu]:
+    for mine in [*here, mps, cpu]:
         if mine in names:
             return [r for r in records if r.device == mine]
     if len(names) == 1 and only_one_will_do:
@@ -111,11 +113,17 @@ def _count(name: str) -> int | None:
 def device_file(results: Path, device: str) -> dict:
     """What `probe` noted of a device beside its records; {} if nothing."""
     path = results / device / "device.json"
-    return read_json(path, "device file") if path.exists() else {}
+    values = read_json(path, "device file") if path.exists() else {}
+    for name in ("disk_write_bytes_s", "start_up_s"):
+        value = values.get(name)
+        if value is not None and not (isinstance(value, (int, float)) and value > 0):
+            raise UserError(f"device file {path}: {name} is {value!r:.40}; it must be a number above 0, or null")
+    return values
 
 
 def build(records: list[Record], question: Question, device: dict) -> Forecast:
     """The plan for a question, from the records of one model on one device; `device` is device.json's content."""
+    records = list(latest(records).values())
     known = question.limit_bytes and (question.limit_bytes, "as asked") or default_limit(records)
     if known is None:
         raise NoPlan("no record says how much memory was free, so no limit is known; give one, such as --limit 5GB")
@@ -124,7 +132,7 @@ def build(records: list[Record], question: Question, device: dict) -> Forecast:
     # the corpus that --hours asks for is known once a step is picked, so a first pick stands in for it
     corpus = question.corpus_tokens or 100_000_000
     for _ in range(3 if question.hours else 1):
-        total = round(corpus * question.epochs)
+        total = max(1, round(corpus * question.epochs))
         wanted, wanted_why = (question.tokens_per_step, "tokens per step as asked") if asked else (
             defaults.tokens_per_step(total))
         choice = choose(records, limit_bytes, wanted, asked, question.length)
@@ -135,7 +143,7 @@ def build(records: list[Record], question: Question, device: dict) -> Forecast:
     steps = steps_for(corpus * question.epochs, pick.step.tokens)
     every = cadence(steps, step_s.mid)
     extra = _overheads(choice, corpus, steps, every, device)
-    optimizer, lr_why = defaults.optimizer(model, round(corpus * question.epochs), steps, pick.step)
+    optimizer, lr_why = defaults.optimizer(model, max(1, round(corpus * question.epochs)), steps, pick.step)
     tokens = pick.step.tokens
     peak = pick.record.peak_bytes or 0
     missing = extra.missing()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from probe.cell import Cell
-from probe.cliff import fell
+from probe.cliff import can_spill, fell
 from probe.records import Record, latest
 from trainer.config import StepConfig
 from trainer.errors import NoPlan
@@ -43,6 +43,7 @@ class Candidate:
     def name(self) -> str:
         s = self.step
         extra = "" if (s.engine, s.recompute) == ("eager", "none") else f" {s.engine}/{s.recompute}"
+        extra += "" if s.update == "after" else " update=backward"
         return f"B={s.batch} L={s.length}" + (f" accum={s.accum}" if s.accum > 1 else "") + extra
 
 
@@ -61,7 +62,7 @@ def reject(record: Record, limit_bytes: int, records: list[Record]) -> list[str]
     reasons = []
     if (record.peak_bytes or 0) > limit_bytes:
         reasons.append(f"{format_bytes(record.peak_bytes)} is over the {format_bytes(limit_bytes)} limit")
-    slower = fell(record.cell, record.tok_s, records) if record.step_s else None
+    slower = fell(record.cell, record.tok_s, records) if record.step_s and can_spill(record) else None
     if slower:
         reasons.append(slower)
     if record.status != "fits" and not (slower and record.status == "spills"):
@@ -113,7 +114,7 @@ def choose(records: list[Record], limit_bytes: int, tokens_wanted: int, tokens_a
     else:
         why.append(f"{pick.name()}: within {NEAR:.0%} of the fastest ({fastest.name()}, {fastest.tok_s:,.0f} tok/s) with "
                    f"{format_bytes(pick.record.peak_bytes)} instead of {format_bytes(fastest.record.peak_bytes)}")
-    if pick.step.tokens < 0.8 * tokens_wanted and pick.record.cell.accum == 1:
+    if pick.step.tokens < 0.8 * tokens_wanted and pick.record.cell.accum == 1 and pick.step.update == "after":
         why.append(f"no accumulation, as none was measured; {tokens_wanted:,} tokens a step would need: probe grid --model "
                    f"{pick.record.cell.model} --batch {pick.step.batch} --length {pick.step.length} --accum 2"
                    + _options(pick.record.cell))
@@ -133,8 +134,10 @@ def _candidates(fitting: list[Record], tokens_wanted: int) -> list[Candidate]:
             candidate = Candidate(r, 1)
         elif accum > 1 and (accum == r.cell.accum or None not in (r.micro_s, r.optimizer_s)):
             candidate = Candidate(r, accum)
-        else:
+        elif replace(r.cell.step, accum=1) in found:
             continue
+        else:
+            candidate = Candidate(r, r.cell.accum)
         found[replace(candidate.step, accum=1)] = candidate
     return list(found.values())
 

@@ -1,11 +1,12 @@
 """The command `plan`."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import click
 
-from trainer.cli import HELP, Output, guarded, json_option, print_rows
+from trainer.cli import HELP, Output, given, guarded, json_option, print_rows
 
 
 @click.command(context_settings=HELP)
@@ -34,12 +35,14 @@ def cli(corpus, hours, epochs, model, vocab, length, tokens_per_step, limit, dev
 
     if (corpus is None) == (hours is None):
         raise click.UsageError("a plan needs either --corpus (tokens, such as 100M, or a token file) or --hours")
+    if not math.isfinite(epochs):
+        raise click.UsageError(f"--epochs {epochs} must be a number above 0")
     out = Output(as_json)
     question = Question(
-        corpus_tokens=corpus and _corpus(corpus), hours=hours and parse_hours(hours, "--hours"), epochs=epochs, model=model,
-        vocab=vocab and parse_count(vocab, "--vocab"), length=length and parse_count(length, "--length"),
-        tokens_per_step=tokens_per_step and parse_count(tokens_per_step, "--tokens-per-step"),
-        limit_bytes=limit and parse_bytes(limit, "--limit"))
+        corpus_tokens=given(corpus, _corpus), hours=given(hours, parse_hours, "--hours"), epochs=epochs, model=model,
+        vocab=given(vocab, parse_count, "--vocab"), length=given(length, parse_count, "--length"),
+        tokens_per_step=given(tokens_per_step, parse_count, "--tokens-per-step"),
+        limit_bytes=given(limit, parse_bytes, "--limit"))
     records = of_model(of_device(read_records(results, files, out.say), device, bool(files)), model, question.vocab)
     folder = files[0].parent.parent if files else results
     forecast = build(records, question, device_file(folder, records[0].device))
@@ -59,7 +62,7 @@ def _corpus(text: str) -> int:
     from trainer.errors import UserError
     from trainer.units import parse_count
 
-    if Path(text).exists():
+    if Path(text).is_file():
         from trainer.tokens import Tokens
 
         count = len(Tokens.open(text).ids)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from planner.choose import Candidate
-from trainer.plan import Span, eval_batches, eval_steps
+from trainer.plan import Span, eval_batches, times_due
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def overheads(candidate: Candidate, corpus_tokens: float, steps: int, every: int
               start_up_s: float | None) -> Overheads:
     """Seconds of all evaluations and checkpoints of a run, and of its start-up."""
     r, batches = candidate.record, eval_batches(int(corpus_tokens), candidate.step)
-    evaluations = len(eval_steps(steps, every))
-    checkpoints = len(eval_steps(steps, every)) - 1
+    evaluations = times_due(steps, every)
+    checkpoints = evaluations - 1
     # weights and two moments; the gradients are not kept
     size = 12 * r.model.parameters
     return Overheads(

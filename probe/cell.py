@@ -4,6 +4,7 @@ import itertools
 from dataclasses import dataclass
 
 from trainer.config import VOCAB, ModelConfig, StepConfig
+from trainer.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Cell:
     update: str = "after"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or type(self.vocab) is not int or self.vocab < 1:
+            raise UserError(f"cell: model {self.model!r:.40} must be a size's name, and vocab {self.vocab!r:.40} a number")
         _ = self.step  # whose check is ours
 
     @property

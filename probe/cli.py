@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from trainer.cli import HELP, Output, device_option, guarded, json_option
+from trainer.cli import HELP, Output, device_option, given, guarded, json_option
 from trainer.errors import NoPlan, UserError
 
 results_option = click.option("--results", default="results", show_default=True, type=click.Path(path_type=Path),
@@ -85,7 +85,7 @@ def card(device, results, as_json) -> None:
               help="Update parameters after the backward pass, or in it: no accumulation and no clip, less memory.")
 @click.option("--vocab", default="32000", show_default=True, metavar="N", help="Entries of the vocabulary.")
 @click.option("--limit", metavar="5GB", help="Larger cells are not run once one is above this.")
-@click.option("--seconds", default=10.0, show_default=True, type=click.FloatRange(0.1, 3600), help="Time for each cell.")
+@click.option("--seconds", default=10.0, show_default=True, type=click.FloatRange(1, 3600), help="Time for each cell.")
 @click.option("--every-cell", is_flag=True, help="Run the hopeless ones too.")
 @click.option("--again", is_flag=True, help="Measure again what has been measured.")
 @device_option
@@ -105,16 +105,21 @@ def grid(models, batches, lengths, accums, engines, recomputes, update, vocab, l
     from probe.cliff import default_limit
     from probe.grid import run
     from probe.plot import heat_map
+    from trainer.config import VOCAB, OptimizerConfig, clip_for, refuse_update
     from trainer.device import refuse_engine
     from trainer.units import format_bytes, parse_bytes, parse_count, parse_ints
 
     out = Output(as_json)
-    limit_bytes = limit and parse_bytes(limit, "--limit")
+    limit_bytes = given(limit, parse_bytes, "--limit")
     cells = cells_of(_names(models), parse_ints(batches, "--batch"), parse_ints(lengths, "--length"),
                      parse_ints(accums, "--accum"), _names(engines), _names(recomputes), parse_count(vocab, "--vocab"),
                      update)
-    for cell in cells:  # a wrong name is told before the device is asked
+    if not cells:
+        raise click.UsageError("--model, --engine and --recompute each need a name")
+    for cell in cells:  # what can't be is told before the device is asked
         shape(cell)
+        if refusal := refuse_update(cell.step, OptimizerConfig(1e-5, clip=clip_for(cell.step))):
+            raise UserError(f"--update backward: {refusal}")
     workers, facts, store, _ = _open(results, device)
     for engine in _names(engines):
         if refusal := refuse_engine(engine, facts.kind, facts.capability):
@@ -153,7 +158,8 @@ def grid(models, batches, lengths, accums, engines, recomputes, update, vocab, l
                      if (r.cell.model, r.cell.accum, r.cell.engine, r.cell.recompute) == series]
         if of_series:
             model, accum, engine, recompute = series
-            name = "-".join([model, engine, recompute] + ([f"accum{accum}"] if accum > 1 else []))
+            extra = [f"accum{accum}"] * (accum > 1) + [f"v{cells[0].vocab}"] * (cells[0].vocab != VOCAB)
+            name = "-".join([model, engine, recompute, *extra, *["backward"] * (update == "backward")])
             pictures.append(store.folder / f"grid-{name}.png")
             heat_map(of_series, f"{facts.name}: {model}, {engine}, recompute {recompute}, accumulation {accum}",
                      limit_shown, pictures[-1])

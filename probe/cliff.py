@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from probe.cell import Cell
 from probe.records import Record
+from trainer.device import THROTTLED
 
 FALL = 1.5
 """A fall of tok/s beyond this factor against a smaller batch is no noise: the smallest spill measured (a quarter of a GB
@@ -18,6 +19,12 @@ def smaller_best(cell: Cell, records: Iterable[Record]) -> Record | None:
     """The fastest record that fits, of the same series with a smaller batch; None if there is none."""
     peers = [r for r in records if r.status == "fits" and r.cell.series == cell.series and r.cell.batch < cell.batch]
     return max(peers, key=lambda r: r.tok_s, default=None)
+
+
+def can_spill(record: Record) -> bool:
+    """Whether a fall of this record's throughput would show a spill: not on a processor, nor while heat or a power cap
+    slowed the card."""
+    return not record.device.startswith("cpu-") and not int(record.readings.get("throttle") or 0) & THROTTLED
 
 
 def fell(cell: Cell, tok_s: float, records: Iterable[Record]) -> str | None:

@@ -59,7 +59,7 @@ def run(workers: Workers, cells: list[Cell], device: str, facts: DeviceFacts, pa
     newest = {cell: r for (_, cell), r in records.latest(known).items()}
     for cell in cells:
         why = None if every_cell else hopeless(cell, newest.values(), limit_bytes)
-        if cell in newest and not again:
+        if cell in newest and not again and newest[cell].status not in ("timeout", "crashed"):
             show(cell, newest[cell], "measured before")
         elif why:
             show(cell, None, why)

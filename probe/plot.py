@@ -27,14 +27,16 @@ def heat_map(records: list[Record], title: str, limit_bytes: int | None, path: P
         image = axis.imshow(grid, cmap=colours, aspect="auto", origin="lower")
         for row in table.itertuples():
             at = lengths.index(row.length), batches.index(row.batch)
-            if row.status == "fits":
-                value = getattr(row, column) / scale
+            value = getattr(row, column)
+            if row.status == "fits" and value == value and value is not None:  # no figure on a device that has none
+                value /= scale
                 dark = image.norm(value) < 0.6
-                over = column == "peak_bytes" and limit_bytes and row.peak_bytes > limit_bytes
+                over = column == "peak_bytes" and limit_bytes and value * scale > limit_bytes
                 axis.text(*at, f"{value:,.0f}" if scale == 1 else f"{value:.2f}", ha="center", va="center",
                           color="red" if over else "white" if dark else "black", fontsize=9)
             else:
-                axis.text(*at, row.status, ha="center", va="center", color="0.3", fontsize=9)
+                word = "-" if row.status == "fits" else row.status
+                axis.text(*at, word, ha="center", va="center", color="0.3", fontsize=9)
         axis.set(title=label, xlabel="length", ylabel="batch", xticks=range(len(lengths)), yticks=range(len(batches)))
         axis.set_xticklabels(lengths)
         axis.set_yticklabels(batches)

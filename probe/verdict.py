@@ -1,6 +1,5 @@
 """What an attempt to run a cell means: pure, each verdict with the evidence that decided."""
 
-import re
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,15 +8,10 @@ from probe.cell import Cell
 from probe.cliff import fell
 from probe.records import Record
 from trainer.device import THROTTLED
+from trainer.errors import is_out_of_memory
 from trainer.units import format_bytes
 
 MIN_STEPS = 5
-
-_OOM_TYPES = {"OutOfMemoryError", "MemoryError"}
-_OOM_TEXT = re.compile(
-    r"^CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|HIP out of memory|CUDA out of memory"
-    r"|XPU out of memory|MPS backend out of memory|DefaultCPUAllocator: (can't|not enough)", re.MULTILINE)
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -31,12 +25,6 @@ class Outcome:
     exit_code: int | None = None
     tail: str = ""
     progress: dict = field(default_factory=dict)
-
-
-def is_out_of_memory(kind: str, text: str) -> bool:
-    """Whether an exception of type `kind` means that an allocation failed. No figure in the text is believed: under WSL2
-    they are nonsense."""
-    return kind in _OOM_TYPES or bool(_OOM_TEXT.search(text))
 
 
 def judge(outcome: Outcome, cell: Cell, total_bytes: int | None, is_card: bool,

@@ -56,6 +56,17 @@ def test_accumulation_only_where_it_was_measured():
     assert choice.pick.step_s == pytest.approx(10 * with_two.micro_s + with_two.optimizer_s)
 
 
+def test_a_grid_of_accumulation_alone_is_planned_as_it_was_measured():
+    choice = pick([make_record(4, 512, accum=2)], wanted=100)
+    assert choice.pick.step.accum == 2
+
+
+def test_heat_and_processors_are_not_called_spills():
+    fast = make_record(4, tok_s=2269)
+    for slow in (make_record(6, tok_s=1067, readings={"throttle": 0x40}), make_record(6, tok_s=1067, device="cpu-x")):
+        assert not pick([fast, slow]).rejected
+
+
 def test_accumulation_that_does_not_fit_is_not_planned():
     choice = pick([make_record(4, 512), make_record(4, 512, accum=2, peak=6e9)], wanted=20_480)
     assert choice.pick.step.accum == 1

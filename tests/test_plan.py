@@ -6,7 +6,7 @@ import pytest
 
 from trainer.config import ModelConfig, OptimizerConfig, StepConfig
 from trainer.errors import UserError
-from trainer.plan import SCHEMA, Plan, Predicted, Span, eval_steps, held_back
+from trainer.plan import SCHEMA, Plan, Predicted, Span, held_back, is_due, times_due
 
 SPAN = Span(1.0, 2.0, 3.0)
 PLAN = Plan(SCHEMA, "2026-01-01T00:00:00+00:00", "cpu-x", ModelConfig.named("1M", 500), StepConfig(2, 16), 1000, 1, 32,
@@ -55,7 +55,9 @@ def test_a_file_that_is_none(tmp_path):
 
 
 def test_evaluations_are_at_the_start_by_cadence_and_at_the_end():
-    assert eval_steps(25, 10) == [0, 10, 20, 25] and eval_steps(20, 10) == [0, 10, 20] and eval_steps(1, 5) == [0, 1]
+    for steps, every, expected in ((25, 10, [0, 10, 20, 25]), (20, 10, [0, 10, 20]), (1, 5, [0, 1])):
+        assert [n for n in range(steps + 1) if is_due(n, steps, every)] == expected
+        assert times_due(steps, every) == len(expected)
 
 
 def test_what_is_held_back_is_a_hundredth_within_bounds():

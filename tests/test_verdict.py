@@ -7,7 +7,8 @@ from conftest import SAMPLES, make_record
 
 from probe.cell import Cell
 from probe.cliff import default_limit
-from probe.verdict import Outcome, hopeless, is_out_of_memory, judge
+from probe.verdict import Outcome, hopeless, judge
+from trainer.errors import is_out_of_memory
 
 MEMORY = json.loads((SAMPLES / "memory.json").read_text())
 CELL = Cell("150M", 4, 512)

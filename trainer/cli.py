@@ -1,14 +1,14 @@
 """The command `train`, and what the three commands share: one line for an error, one object for --json."""
 
 import json
-import os
 import signal
 import sys
 from pathlib import Path
 
 import click
 
-from trainer.errors import Refused, UserError
+from trainer.errors import Refused, UserError, is_out_of_memory
+from trainer.live import unread
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -18,26 +18,29 @@ def guarded(command: click.Command, name: str) -> None:
     def interrupt(signum, frame):
         raise KeyboardInterrupt
 
-    if hasattr(signal, "SIGTERM"):
-        signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
+    for stream in (sys.stdout, sys.stderr):  # a console of an old code page must not end a run over one character
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     try:
         code = command.main(prog_name=name, standalone_mode=False)
-        sys.stdout.flush()
     except UserError as e:
         code = _fail(str(e), e.exit_code)
     except click.ClickException as e:
         code = _fail(e.format_message(), 2)
     except (KeyboardInterrupt, click.Abort):
         code = 130
-    except BrokenPipeError:  # `plan | head`: nobody reads any more, which is no error
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = 0
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _fail(message: str, code: int) -> int:
     print("error: " + " ".join(message.split()), file=sys.stderr)
     return code
+
+
+def given(text: str | None, parse, *names):
+    """An option's value, parsed; None where it was not given (an empty one is given, and refused)."""
+    return None if text is None else parse(text, *names)
 
 
 class Output:
@@ -48,11 +51,13 @@ class Output:
         self.stream = sys.stderr if as_json else sys.stdout
 
     def say(self, line: str = "") -> None:
-        print(line, file=self.stream, flush=True)
+        with unread(self.stream):
+            print(line, file=self.stream, flush=True)
 
     def result(self, value: dict) -> None:
         if self.as_json:
-            print(json.dumps(value))
+            with unread(sys.stdout):
+                print(json.dumps(value), flush=True)
 
     def console(self):
         """A rich console on the same stream; 80 columns where there is no terminal."""
@@ -122,8 +127,14 @@ def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, dev
         folder = RunFolder.start(folder_path, plan)
     from trainer.live import Live
 
-    with Live(out.console()) as live:
-        paper = run(plan, tokens, held, folder, where, resume, claim, live.say, live.update)
+    try:
+        with Live(out.console()) as live:
+            paper = run(plan, tokens, held, folder, where, resume, claim, live.say, live.update)
+    except (RuntimeError, MemoryError) as e:
+        if not is_out_of_memory(type(e).__name__, str(e)):
+            raise
+        raise UserError(f"out of memory at {describe(plan)}: another program may have taken some since it was measured; "
+                        f"plan with a smaller --limit, or go on with --run {folder_path} --resume when it is free") from None
     out.say(f"validation loss {paper['first_val_loss']:.3f} -> {paper['val_loss']:.3f}; receipt in {folder.path}")
     print_rows(out, ("", "planned", "actual", "difference"), receipt_rows(paper))
     out.result(paper | {"run": str(folder.path)})
@@ -139,7 +150,9 @@ def print_rows(out: Output, head: tuple[str, ...], rows) -> None:
         table.add_column(name, justify="right" if i else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    out.console().print(table)
+    with unread(out.stream):
+        out.console().print(table)
+        out.stream.flush()
 
 
 @cli.command(context_settings=HELP)
@@ -163,9 +176,9 @@ def tokenize(texts, out_path, vocab, tokenizer_path, as_json) -> None:
 @click.option("--run", "run_path", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The run's folder.")
 @click.option("--prompt", required=True, metavar="TEXT", help="How the text begins.")
 @click.option("--tokens", "count", default=100, show_default=True, type=click.IntRange(1), help="Tokens to add.")
-@click.option("--temperature", default=0.8, show_default=True, type=click.FloatRange(0), help="0 takes the likeliest.")
+@click.option("--temperature", default=0.8, show_default=True, type=click.FloatRange(0, 100), help="0 takes the likeliest.")
 @click.option("--top-k", default=50, show_default=True, type=click.IntRange(1), help="Draw from the K likeliest.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1))
 @device_option
 @json_option
 def sample(run_path, prompt, count, temperature, top_k, seed, device, as_json) -> None:
@@ -175,6 +188,8 @@ def sample(run_path, prompt, count, temperature, top_k, seed, device, as_json) -
     where = resolve(device)
     from trainer.sample import sample as draw
 
+    if not temperature >= 0:
+        raise click.UsageError(f"--temperature {temperature} must be a number of 0 or more")
     out = Output(as_json)
     text = draw(run_path, prompt, count, temperature, top_k, seed, where, out.say)
     if as_json:

@@ -203,3 +203,16 @@ class OptimizerConfig:
         object.__setattr__(self, "betas", tuple(self.betas))
         if self.schedule not in ("cosine", "constant"):
             raise UserError(f"optimizer: schedule {self.schedule!r} is unknown; it is cosine or constant")
+
+
+def refuse_update(step: StepConfig, optimizer: OptimizerConfig) -> str | None:
+    """Why parameters can't be updated in the backward pass as asked; None if they can, or if it wasn't asked."""
+    if step.update == "after":
+        return None
+    if step.accum > 1:
+        return "update in the backward pass needs accum 1: with accumulation a gradient is whole only at the last micro-step"
+    if optimizer.clip is not None:
+        return "update in the backward pass needs clip null: the global norm is known only when every gradient is there"
+    if step.engine != "eager":
+        return f"update in the backward pass needs engine eager, not {step.engine}: a recorded update would keep its rate"
+    return None

@@ -1,4 +1,6 @@
-"""Failures that a user can put right, each told in one line."""
+"""Failures that a user can put right, each told in one line, and which failures are for want of memory."""
+
+import re
 
 
 class UserError(Exception):
@@ -17,3 +19,15 @@ class Refused(UserError):
     """The machine is not in a state in which a run should start."""
 
     exit_code = 4
+
+
+_OOM_TYPES = {"OutOfMemoryError", "MemoryError"}
+_OOM_TEXT = re.compile(
+    r"^CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|HIP out of memory|CUDA out of memory"
+    r"|XPU out of memory|MPS backend out of memory|DefaultCPUAllocator: (can't|not enough)", re.MULTILINE)
+
+
+def is_out_of_memory(kind: str, text: str) -> bool:
+    """Whether an exception of type `kind` means that an allocation failed. No figure in the text is believed: under WSL2
+    they are nonsense."""
+    return kind in _OOM_TYPES or bool(_OOM_TEXT.search(text))

@@ -25,6 +25,8 @@ def read_json(path: Path | str, thing: str) -> dict:
 def write_json(path: Path | str, value: dict) -> None:
     """Writes `value` so that the file is the old one or the whole new one, whenever the machine stops."""
     path = Path(path)
+    if not path.name or path.is_dir():
+        raise UserError(f"can't write {path}: it is a folder; name a file in it")
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

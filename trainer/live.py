@@ -1,9 +1,20 @@
 """The line that changes while a command works: in place on a terminal, now and then in a pipe."""
 
+import contextlib
+import os
 import time
 
 EVERY_S = 10
 """Seconds between lines where there is no terminal, so that the log of a run of hours stays short."""
+
+
+@contextlib.contextmanager
+def unread(stream):
+    """What is written inside is dropped from when nobody reads it any more (`plan | head`): no reason to end a run."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Live:
@@ -38,5 +49,6 @@ class Live:
             self.say(line)
 
     def say(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-        self._console.file.flush()
+        with unread(self._console.file):
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._console.file.flush()

@@ -18,7 +18,10 @@ class RunLog:
 
     def __init__(self, run: Path) -> None:
         self.path = run / "log.jsonl"
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
+        try:
+            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
+        except OSError as e:
+            raise UserError(f"can't write {self.path}: {e.strerror or e}") from None
 
     def write(self, kind: str, step: int, **values) -> None:
         try:
@@ -102,10 +105,11 @@ class RunFolder:
 
     @classmethod
     def start(cls, path: Path, plan: Plan) -> "RunFolder":
-        """Makes the folder; UserError if a run is in it already."""
-        if (path / "plan.json").exists():
+        """Makes the folder; UserError if a run is in it already: a plan alone, of a start that failed, is none."""
+        if (path / "receipt.json").exists() or any((path / "checkpoints").glob("step-*")):
             raise UserError(f"{path} holds a run already; go on with it by --resume, or name another --run")
         plan.save(path / "plan.json")
+        (path / "log.jsonl").unlink(missing_ok=True)
         return cls(path)
 
     @classmethod
@@ -113,6 +117,8 @@ class RunFolder:
         """The folder of a run to go on with; UserError if it holds none or its plan was another one."""
         if not (path / "plan.json").exists():
             raise UserError(f"{path} holds no run to resume; leave --resume out to start one")
+        if (path / "receipt.json").exists():
+            raise UserError(f"run {path} is finished: its receipt is {path / 'receipt.json'}")
         old, new = Plan.load(path / "plan.json").to_json(), plan.to_json()
         changed = [f"{name} {old[name]!r:.80} -> {new[name]!r:.80}"
                    for name in ("model", "step", "steps", "corpus_tokens", "epochs", "optimizer") if old[name] != new[name]]

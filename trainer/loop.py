@@ -14,7 +14,7 @@ from trainer.errors import UserError
 from trainer.files import write_json
 from trainer.log import Meter, RunFolder, RunLog, live_line, process_seconds, receipt
 from trainer.pace import Pace
-from trainer.plan import Plan, eval_batches, eval_steps, held_back
+from trainer.plan import Plan, eval_batches, held_back, is_due
 from trainer.schedule import lr
 from trainer.step import TrainStep
 from trainer.tokens import Tokens, feed
@@ -71,24 +71,27 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
         say(f"note: planned on {plan.device}, running on {facts.fingerprint}: the forecast is not for this device")
     step = TrainStep(plan.model, plan.step, plan.optimizer, where, SEED)
     start, before_s, first_loss = 0, 0.0, None
+    spent = {"eval_s": 0.0, "checkpoint_s": 0.0}
     if resume:
         state, tensors = checkpoint.load(folder.path, say)
         try:
             step.load_state(tensors)
-        except (KeyError, RuntimeError) as e:
-            cause = str(e).splitlines()[0]
-            raise UserError(f"run {folder.path}: its checkpoint is not of this model ({cause:.80})") from None
+            start, before_s, first_loss = int(state["step"]), float(state["seconds"]), state["first_val_loss"]
+            spent = {name: float(state[name]) for name in spent}
+        except (KeyError, RuntimeError, TypeError, ValueError) as e:
+            raise UserError(f"run {folder.path}: its checkpoint is not of this run ({e!r:.80})") from None
+        if state.get("tokens", len(tokens.ids)) != len(tokens.ids):
+            raise UserError(f"run {folder.path} was started on {state['tokens']} tokens and {tokens.path} gives "
+                            f"{len(tokens.ids)}; resume with the data it was started on")
         del tensors
-        start, before_s, first_loss = state["step"], state["seconds"], state["first_val_loss"]
         say(f"resuming after step {start}")
     elif tokens.tokenizer and Path(tokens.tokenizer).is_file():
-        shutil.copyfile(tokens.tokenizer, folder.path / "tokenizer.json")
+        with contextlib.suppress(OSError):  # only sampling needs it, and says so
+            shutil.copyfile(tokens.tokenizer, folder.path / "tokenizer.json")
 
     log, meter, pace = RunLog(folder.path), Meter(plan.step.tokens), Pace(step)
     windows = held.fixed(plan.step.batch, plan.step.length, eval_batches(plan.corpus_tokens, plan.step))
     batches = [torch.from_numpy(b).to(where) for b in windows]
-    evaluations = set(eval_steps(plan.steps, plan.eval))
-    spent = {"eval_s": 0.0, "checkpoint_s": 0.0}
     peaks = {"device_peak_bytes": None}
     loss = val_loss = math.nan
     started_s = process_seconds()
@@ -118,7 +121,8 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
     def save(number: int) -> None:
         begin = time.perf_counter()
         path = checkpoint.save(folder.path, number, step.named_state(), {
-            "seconds": before_s + process_seconds(), "first_val_loss": first_loss})
+            "seconds": before_s + process_seconds(), "first_val_loss": first_loss,
+            "tokens": len(tokens.ids), **spent})
         spent["checkpoint_s"] += time.perf_counter() - begin
         log.write("checkpoint", number, path=path.name, seconds=time.perf_counter() - begin)
 
@@ -133,8 +137,8 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
             done += 1
             if finished:
                 note(done - 1, finished)
-            due_eval = done in evaluations
-            due_save = done % plan.checkpoint == 0 or done == plan.steps or stop.asked
+            due_eval = is_due(done, plan.steps, plan.eval)
+            due_save = is_due(done, plan.steps, plan.checkpoint) or stop.asked
             if due_eval or due_save:
                 note(done, pace.drain())
                 if due_eval:

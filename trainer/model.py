@@ -19,9 +19,10 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 def rope_angles(length: int, head_size: int, base: float, device: torch.device) -> Tensor:
     """e^(i position base^(-2j / head_size)) as complex64 (length, 1, head_size / 2): RoFormer, arXiv 2104.09864, eq. 34.
     The pairs are neighbours as there, not halves as in Hugging Face's Llama; `halves_to_pairs` takes one to the other."""
-    frequency = base ** (-torch.arange(0, head_size, 2, device=device, dtype=torch.float64) / head_size)
-    angle = torch.arange(length, device=device, dtype=torch.float64)[:, None, None] * frequency
-    return torch.polar(torch.ones_like(angle), angle).to(torch.complex64)
+    # made on the processor: not every device has float64
+    frequency = base ** (-torch.arange(0, head_size, 2, device="cpu", dtype=torch.float64) / head_size)
+    angle = torch.arange(length, device="cpu", dtype=torch.float64)[:, None, None] * frequency
+    return torch.polar(torch.ones_like(angle), angle).to(torch.complex64).to(device)
 
 
 def halves_to_pairs(weight: Tensor, head_size: int) -> Tensor:

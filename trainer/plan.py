@@ -28,9 +28,15 @@ def eval_batches(corpus_tokens: int, step: StepConfig) -> int:
     return math.ceil(held_back(corpus_tokens, step) // step.length / step.batch)
 
 
-def eval_steps(steps: int, every: int) -> list[int]:
-    """The numbers of finished steps after which the trainer evaluates: at the start, every `every`, at the end."""
-    return sorted({*range(0, steps + 1, every), steps})
+def is_due(step: int, steps: int, every: int) -> bool:
+    """Whether the trainer evaluates (or saves) after `step` finished steps: at every multiple of `every`, 0 among them, and
+    at the end."""
+    return step % every == 0 or step == steps
+
+
+def times_due(steps: int, every: int) -> int:
+    """How often that is in a run of `steps`, the start counted."""
+    return 1 + math.ceil(steps / every)
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,17 @@ def sample(run: Path, prompt: str, count: int, temperature: float, top_k: int, s
     coder = tokenizer.load(run / "tokenizer.json")
     _, tensors = checkpoint.load(run, say)
     model = Decoder(plan.model, plan.step.length, device)
-    model.load_state_dict({name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")})
+    try:
+        model.load_state_dict({name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")})
+    except RuntimeError as e:
+        raise UserError(f"run {run}: its checkpoint is not of its plan's model ({str(e).splitlines()[0]:.80})") from None
     end = coder.token_to_id(tokenizer.END_OF_TEXT)
     ids = coder.encode(prompt, add_special_tokens=False).ids or [end or 0]
     generator = torch.Generator(device).manual_seed(seed)
     for _ in range(count):
         window = torch.tensor([ids[-plan.step.length:]], device=device)
         logits = model.logits(model(model.embed(window))[0, -1])
-        if temperature == 0:
+        if temperature < 1e-4:
             token = int(logits.argmax())
         else:
             best, which = logits.topk(min(top_k, len(logits)))

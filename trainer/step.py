@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from trainer.config import ENGINES, RECOMPUTES, ModelConfig, OptimizerConfig, StepConfig
+from trainer.config import ENGINES, RECOMPUTES, ModelConfig, OptimizerConfig, StepConfig, refuse_update
 from trainer.device import lock_fp32, refuse_engine, settle_heap
 from trainer.errors import UserError
 from trainer.loss import head_loss
@@ -149,16 +149,3 @@ class TrainStep:
             self._optimizers[parameter].state[parameter] = {
                 key: torch.empty(value.shape, device=self.device, dtype=value.dtype).copy_(value)
                 for key, value in state.items()}
-
-
-def refuse_update(step: StepConfig, optimizer: OptimizerConfig) -> str | None:
-    """Why parameters can't be updated in the backward pass as asked; None if they can, or if it wasn't asked."""
-    if step.update == "after":
-        return None
-    if step.accum > 1:
-        return "update in the backward pass needs accum 1: with accumulation a gradient is whole only at the last micro-step"
-    if optimizer.clip is not None:
-        return "update in the backward pass needs clip null: the global norm is known only when every gradient is there"
-    if step.engine != "eager":
-        return f"update in the backward pass needs engine eager, not {step.engine}: a recorded update would keep its rate"
-    return None

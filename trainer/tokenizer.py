@@ -1,5 +1,6 @@
 """Text to token file: a byte-level BPE, trained here or taken from a tokenizer.json."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ def read_texts(paths: list[Path]) -> Iterator[str | None]:
                 while piece := "".join(f.readlines(PIECE)):
                     yield piece
         except UnicodeDecodeError as e:
-            raise UserError(f"text {path} is not UTF-8 (byte {e.start}); convert it, or leave it out") from None
+            raise UserError(f"text {path} is not UTF-8 ({e.reason}); convert it, or leave it out") from None
         except OSError as e:
             raise UserError(f"text {path}: {e.strerror or e}") from None
         yield None
@@ -89,10 +90,13 @@ def tokenize(paths: list[Path], out: Path, vocab: int, tokenizer_path: Path | No
         tokenizer.save(str(kept))
         write_sidecar(out, count, size, kept.name)
         os.replace(temporary, out)
-    except OSError as e:
-        raise UserError(f"can't write {out}: {e.strerror or e}") from None
+    except UserError:
+        raise
+    except Exception as e:  # the library raises bare Exceptions
+        raise UserError(f"can't write {out}: {getattr(e, 'strerror', None) or e}") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
     say(f"{count} tokens of {size} kinds, {total / count:.2f} bytes each")
     return {"tokens": count, "vocab": size, "bytes": total, "tokenizer": str(kept), "out": str(out)}
 

@@ -31,7 +31,7 @@ def parse_count(text: str, thing: str = "count") -> int:
 
 def parse_bytes(text: str, thing: str = "size") -> int:
     """`"5GB"` (1e9), `"6GiB"` (2**30) or plain bytes to bytes."""
-    return round(_parse(text, _BYTES, thing, "5GB, 6GiB or 800MB"))
+    return max(1, round(_parse(text, _BYTES, thing, "5GB, 6GiB or 800MB")))
 
 
 def parse_hours(text: str, thing: str = "duration") -> float:
@@ -43,7 +43,7 @@ def parse_ints(text: str, thing: str) -> tuple[int, ...]:
     """`"1,2,4"` to (1, 2, 4): positive whole numbers, in the order given, without repeats."""
     values = []
     for part in str(text).split(","):
-        if not part.strip().isdigit() or int(part) < 1 or int(part) > 2**31 - 1:
+        if not (part.strip().isascii() and part.strip().isdigit()) or int(part) < 1 or int(part) > 2**31 - 1:
             raise UserError(f"{thing} {text!r}: {part.strip()!r} is not a positive whole number; "
                             f"write it like 1,2,4")
         values.append(int(part))
