@@ -240,13 +240,13 @@ def test_nothing_that_fits_is_exit_3(home):
 
 
 def test_a_closed_pipe_is_no_error(home):
-    done = subprocess.run(f"{sys.executable} -m planner.cli --corpus 640 --out p2.json | head -1", shell=True, cwd=home,
+    done = subprocess.run(f"'{sys.executable}' -m planner.cli --corpus 640 --out p2.json | head -1", shell=True, cwd=home,
                           env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True, capture_output=True)
     assert not done.stderr
 
 
 def test_a_run_whose_reader_has_gone_goes_on_to_its_receipt(home):
-    subprocess.run(f"{sys.executable} -m trainer.cli --plan plan.json --data text.bin --run unread | head -2", shell=True,
+    subprocess.run(f"'{sys.executable}' -m trainer.cli --plan plan.json --data text.bin --run unread | head -2", shell=True,
                    cwd=home, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
     assert (home / "unread/receipt.json").exists()
 
