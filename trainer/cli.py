@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from trainer.errors import Refused, UserError, is_out_of_memory
-from trainer.live import unread
+from trainer.live import drop, unread
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -63,7 +63,9 @@ class Output:
         """A rich console on the same stream; 80 columns where there is no terminal."""
         from rich.console import Console
 
-        return Console(file=self.stream, highlight=False, width=None if self.stream.isatty() else 80)
+        console = Console(file=self.stream, highlight=False, width=None if self.stream.isatty() else 80)
+        console.on_broken_pipe = lambda: drop(self.stream)  # rich's own ends the process
+        return console
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, words on stderr.")

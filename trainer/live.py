@@ -8,13 +8,18 @@ EVERY_S = 10
 """Seconds between lines where there is no terminal, so that the log of a run of hours stays short."""
 
 
+def drop(stream) -> None:
+    """Sends what is written from here on nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 @contextlib.contextmanager
 def unread(stream):
     """What is written inside is dropped from when nobody reads it any more (`plan | head`): no reason to end a run."""
     try:
         yield
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        drop(stream)
 
 
 class Live:
