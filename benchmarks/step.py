@@ -36,8 +36,9 @@ def measure(who: str, engine: str, recompute: str, update: str, batch: int, leng
     from trainer import device as facts
     from trainer.config import ModelConfig, OptimizerConfig, StepConfig, clip_for
     from trainer.step import TrainStep
+    from trainer.usage import Claim
 
-    claim = facts.Claim()
+    claim = Claim()
     where = facts.resolve(None)
     config = ModelConfig.named(model)
     torch.manual_seed(0)

@@ -9,11 +9,10 @@ from pathlib import Path
 from planner import defaults
 from planner.choose import Choice, choose
 from planner.hours import Overheads, cadence, hours, overheads, step_span, steps_for
-from probe.cliff import default_limit
+from probe.cliff import Cliff, default_limit
 from probe.records import Record, latest, load
-from trainer import nvml
 from trainer.config import ModelConfig
-from trainer.device import cpu_name, slug
+from trainer.device import choose as choose_device
 from trainer.errors import NoPlan, UserError
 from trainer.files import read_json
 from trainer.plan import SCHEMA, Plan, Predicted, Span
@@ -58,33 +57,17 @@ def read_records(results: Path, files: tuple[Path, ...], say) -> list[Record]:
 
 
 def of_device(records: list[Record], name: str | None, only_one_will_do: bool) -> list[Record]:
-    """The records of one device: the one named, else this machine's; UserError lists the names. Another machine's are
-    taken unnamed only where the user pointed at them (`only_one_will_do`) and they are of one device."""
-    names = list(dict.fromkeys(r.device for r in records))
-    here = [slug(n) for n in nvml.names()]
-    cpu, mps = slug(f"cpu {cpu_name()}"), slug(f"mps {cpu_name()} (Metal)")
-    if name is not None:
-        kind, _, index = name.partition(":")
-        if kind == "cuda":
-            if not (index or "0").isdecimal() or int(index or 0) >= len(here):
-                raise UserError(f"device {name} is not here; this machine's cards are: {', '.join(here) or 'none'}")
-            name = here[int(index or 0)]
-        else:
-            name = {"cpu": cpu, "mps": mps}.get(name, name)
-        if name not in names:
-            raise UserError(f"no records of device {name!r}; there are some of {', '.join(names)}")
-        return [r for r in records if r.device == name]
-    for mine in [*here, mps, cpu]:
-        if mine in names:
-            return [r for r in records if r.device == mine]
-    if len(names) == 1 and only_one_will_do:
-        return records
-    raise UserError(f"none of the records is of this machine: measure it with `probe grid --model 150M`, or plan for "
-                    f"another one by --device, of {', '.join(names)}")
+    """The records of one device: see trainer.device.choose."""
+    chosen = choose_device(list(dict.fromkeys(r.device for r in records)), name, only_one_will_do)
+    return [r for r in records if r.device == chosen]
 
 
 def of_model(records: list[Record], model: str | None, vocab: int | None) -> list[Record]:
     """The records of one model at one vocabulary; UserError lists what there is."""
+    records = [r for r in records if not r.cell.is_foreign]
+    if not records:
+        raise NoPlan("all records are of somebody's own step (--step), which `train` can't run; `probe grid --model 150M` "
+                     "measures ours")
     kinds = list(dict.fromkeys((r.cell.model, r.cell.vocab) for r in records))
     all_kinds = kinds
     if model is not None:
@@ -121,10 +104,10 @@ def device_file(results: Path, device: str) -> dict:
     return values
 
 
-def build(records: list[Record], question: Question, device: dict) -> Forecast:
+def build(records: list[Record], question: Question, device: dict, cliff: Cliff | None) -> Forecast:
     """The plan for a question, from the records of one model on one device; `device` is device.json's content."""
     records = list(latest(records).values())
-    known = question.limit_bytes and (question.limit_bytes, "as asked") or default_limit(records)
+    known = question.limit_bytes and (question.limit_bytes, "as asked") or default_limit(records, cliff)
     if known is None:
         raise NoPlan("no record says how much memory was free, so no limit is known; give one, such as --limit 5GB")
     limit_bytes, limit_from = known

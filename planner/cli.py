@@ -18,7 +18,7 @@ from trainer.cli import HELP, Output, given, guarded, json_option, print_rows
 @click.option("--vocab", metavar="N", help="Its vocabulary.  [default: the one that was measured]")
 @click.option("--length", metavar="L", help="Tokens in a sequence.  [default: the longest within 5% of the fastest]")
 @click.option("--tokens-per-step", metavar="N", help="Tokens in an optimizer step.  [default: by the corpus]")
-@click.option("--limit", metavar="5GB", help="Memory that may be used.  [default: 90% of what was free]")
+@click.option("--limit", metavar="5GB", help="Memory that may be used.  [default: 97% of the cliff]")
 @click.option("--device", metavar="NAME", help="Device to plan for: a folder under results/.  [default: this machine's]")
 @click.option("--records", "files", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
               help="Plan from these records; may be repeated.")
@@ -31,6 +31,7 @@ def cli(corpus, hours, epochs, model, vocab, length, tokens_per_step, limit, dev
     """Choose the sweet spot among measured cells, and forecast the hours of a corpus."""
     from planner import report
     from planner.build import Question, build, device_file, of_device, of_model, read_records
+    from probe.cliff import Cliff
     from trainer.units import parse_bytes, parse_count, parse_hours
 
     if (corpus is None) == (hours is None):
@@ -45,7 +46,8 @@ def cli(corpus, hours, epochs, model, vocab, length, tokens_per_step, limit, dev
         limit_bytes=given(limit, parse_bytes, "--limit"))
     records = of_model(of_device(read_records(results, files, out.say), device, bool(files)), model, question.vocab)
     folder = files[0].parent.parent if files else results
-    forecast = build(records, question, device_file(folder, records[0].device))
+    name = records[0].device
+    forecast = build(records, question, device_file(folder, name), Cliff.load(folder / name / "cliff.json"))
     forecast.plan.save(out_path)
     for line in report.lines(forecast):
         out.say(line)

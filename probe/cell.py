@@ -1,6 +1,7 @@
 """What is measured: a cell, and a grid of them."""
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trainer.config import VOCAB, ModelConfig, StepConfig
@@ -9,7 +10,8 @@ from trainer.errors import UserError
 
 @dataclass(frozen=True)
 class Cell:
-    """One point of a grid; `model` is a size's name. UserError for values that can't be."""
+    """One point of a grid; `model` is a size's name, or "package.module:function" of somebody's own step. UserError for
+    values that can't be."""
 
     model: str
     batch: int
@@ -28,6 +30,10 @@ class Cell:
     @property
     def step(self) -> StepConfig:
         return StepConfig(self.batch, self.length, self.accum, self.engine, self.recompute, self.update)
+
+    @property
+    def is_foreign(self) -> bool:
+        return ":" in self.model
 
     @property
     def series(self) -> tuple:
@@ -52,5 +58,14 @@ def grid(models, batches, lengths, accums, engines, recomputes, vocab: int,
     return sorted(cells, key=lambda c: (order[c.model], c.engine, c.recompute, c.accum, c.batch * c.length, c.batch))
 
 
-def shape(cell: Cell) -> ModelConfig:
-    return ModelConfig.named(cell.model, cell.vocab)
+def planes(cells: Iterable[Cell]) -> list[list[Cell]]:
+    """The cells in groups that differ in batch and length alone, in order."""
+    found: dict[tuple, list[Cell]] = {}
+    for c in cells:
+        found.setdefault((c.model, c.vocab, c.accum, c.engine, c.recompute, c.update), []).append(c)
+    return list(found.values())
+
+
+def shape(cell: Cell) -> ModelConfig | None:
+    """The model of a cell; None for somebody's own step."""
+    return None if cell.is_foreign else ModelConfig.named(cell.model, cell.vocab)

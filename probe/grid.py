@@ -2,70 +2,104 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from probe import records
-from probe.cell import Cell, shape
-from probe.cliff import FALL, smaller_best
+from probe import records, search
+from probe.cell import Cell, planes, shape
+from probe.cliff import Cliff
 from probe.records import SCHEMA, Record
-from probe.verdict import hopeless, judge
+from probe.verdict import Card, judge, slow_step_s, stuck
 from probe.worker import Workers
 from trainer.device import DeviceFacts
 from trainer.errors import UserError
 
 LOOK_S = 120
-"""A start of torch and driver that takes longer is taken for a hang."""
+"""A question to the driver that takes longer is taken for a hang."""
+
+UNDECIDED = ("timeout", "crashed", "contended")
+"""Verdicts that say nothing lasting of a cell: a grid that is started again measures it again."""
+
+
+def ask(workers: Workers, function: str, args: tuple, seconds: float = LOOK_S) -> dict:
+    """What `function` measured; UserError with the reason if it did not end well."""
+    outcome = workers.run(function, args, seconds)
+    if outcome.measured is not None:
+        return outcome.measured
+    if outcome.error and outcome.error[0] == "UserError":
+        raise UserError(outcome.error[1])
+    last = outcome.tail.strip().splitlines()[-1:]
+    why = ": ".join(outcome.error) if outcome.error else last[0] if last else f"code {outcome.exit_code}"
+    raise UserError(f"the device could not be asked: {outcome.killed or why}")
 
 
 def look(workers: Workers, device: str | None, folder: Path) -> tuple[DeviceFacts, dict]:
     """(facts, {disk_write_bytes_s, start_up_s}) of a device; UserError if there is no such device here."""
     begin = time.monotonic()
-    outcome = workers.run("look", (device, str(folder)), LOOK_S)
-    if outcome.measured is None:
-        if outcome.error and outcome.error[0] == "UserError":
-            raise UserError(outcome.error[1])
-        why = outcome.error or outcome.tail.strip().splitlines()[-1:] or f"code {outcome.exit_code}"
-        raise UserError(f"the device could not be asked: {why}")
-    values = dict(outcome.measured)
+    values = ask(workers, "probe.measure:look", (device, str(folder)))
     extra = {"disk_write_bytes_s": values.pop("disk_write_bytes_s"), "start_up_s": time.monotonic() - begin}
     return DeviceFacts(**values), extra
 
 
-def measure(workers: Workers, cell: Cell, device: str, facts: DeviceFacts, known: list[Record], seconds: float) -> Record:
-    """Runs one cell and judges it. Its process is ended when it takes a minute, for the start of torch on a busy machine,
-    and twelve times `seconds`."""
-    is_card = facts.kind != "cpu"
-    best = smaller_best(cell, known) if is_card else None
-    slow_step_s = best and cell.step.tokens * FALL / best.tok_s
-    outcome = workers.run("measure", (cell, device, facts.uuid, seconds, slow_step_s), 60 + 12 * seconds, not is_card)
-    status, why = judge(outcome, cell, facts.total_bytes, is_card, known)
-    fields = {f.name for f in dataclasses.fields(Record)}
-    measured = {k: v for k, v in (outcome.measured or outcome.progress).items() if k in fields}
-    measured |= {name: tuple(measured.get(name, ())) for name in ("warmup_s", "step_s")}
-    return Record(schema=SCHEMA, at=datetime.now(timezone.utc).isoformat(timespec="seconds"), cell=cell,
-                  model=shape(cell), status=status, why=why, device=facts.fingerprint, software=facts.software, **measured)
+def find_cliff(workers: Workers, device: str, facts: DeviceFacts) -> Cliff:
+    """Takes the card's memory block by block until it collapses or fails. UserError where there is no card."""
+    if facts.kind != "cuda":
+        raise UserError(f"a cliff is measured on a CUDA card, and {facts.name} is none: its limit is its free memory")
+    found = ask(workers, "probe.ballast:measure", (device, facts.uuid))
+    return Cliff(schema=1, at=_now(), device=facts.fingerprint, software=facts.software, **found)
 
 
-def run(workers: Workers, cells: list[Cell], device: str, facts: DeviceFacts, path: Path, seconds: float,
-        limit_bytes: int | None, every_cell: bool, again: bool, say: Callable[[str], None],
-        show: Callable[[Cell, Record | None, str], None]) -> list[Record]:
-    """Measures what is missing of `cells`; `show` is told of each: its record, or None and why it was not run.
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
-    Returns the latest record of every cell of the grid that has one.
-    """
-    known = records.load(path, say) if path.exists() else []
-    newest = {cell: r for (_, cell), r in records.latest(known).items()}
-    for cell in cells:
-        why = None if every_cell else hopeless(cell, newest.values(), limit_bytes)
-        if cell in newest and not again and newest[cell].status not in ("timeout", "crashed"):
-            show(cell, newest[cell], "measured before")
-        elif why:
-            show(cell, None, why)
-        else:
-            record = measure(workers, cell, device, facts, [r for r in newest.values() if r.cell != cell], seconds)
-            records.append(path, record)
-            newest[cell] = record
-            show(cell, record, "")
-    return [newest[cell] for cell in cells if cell in newest]
+
+class Bench:
+    """One device, what is known of it, and the file that what is measured goes to."""
+
+    def __init__(self, workers: Workers, device: str, facts: DeviceFacts, path: Path, cliff: Cliff | None, seconds: float,
+                 limit_bytes: int | None, say: Callable[[str], None]) -> None:
+        self.workers, self.device, self.facts, self.path, self.seconds = workers, device, facts, path, seconds
+        self.limit_bytes = limit_bytes
+        self.card = Card(facts.total_bytes, facts.kind != "cpu", cliff)
+        known = records.load(path, say) if path.exists() else []
+        self.newest = {cell: r for (name, cell), r in records.latest(known).items() if name == facts.fingerprint}
+
+    def measure(self, cell: Cell) -> Record:
+        """Runs one cell, judges it and puts it on disk. Its process is ended when it takes half a minute, for the context
+        and the first kernels, and twelve times `seconds`, or as soon as it has certainly spilled."""
+        begin = time.monotonic()
+        others = [r for r in self.newest.values() if r.cell != cell]
+        slow_s = slow_step_s(cell, self.card, others)
+        outcome = self.workers.run(
+            "probe.measure:measure", (cell, self.device, self.facts.uuid, self.seconds, self.card, slow_s),
+            30 + 12 * self.seconds, not self.card.is_card, lambda progress: stuck(cell, slow_s, progress))
+        status, why = judge(outcome, cell, self.card, others)
+        fields = {f.name for f in dataclasses.fields(Record)}
+        measured = {k: v for k, v in (outcome.measured or outcome.progress).items() if k in fields}
+        measured |= {name: tuple(measured.get(name, ())) for name in ("warmup_s", "step_s")}
+        record = Record(schema=SCHEMA, at=_now(), cell=cell, model=shape(cell), status=status, why=why,
+                        device=self.facts.fingerprint, software=self.facts.software, cell_s=time.monotonic() - begin,
+                        **measured)
+        records.append(self.path, record)
+        self.newest[cell] = record
+        return record
+
+    def run(self, cells: Sequence[Cell], every_cell: bool, again: bool,
+            show: Callable[[Cell, Record | None, str], None]) -> list[Record]:
+        """Measures what is missing of `cells`, all of it or what the pick needs; `show` is told of each: its record, or None
+        and why it was not run. Returns the latest record of every cell that has one."""
+        kept = {} if again else {c: r for c, r in self.newest.items() if r.status not in UNDECIDED}
+        kept = {c: kept[c] for c in cells if c in kept}
+        for cell, record in kept.items():
+            show(cell, record, "measured before")
+        for plane in planes(cells):
+            known = {c: kept[c] for c in plane if c in kept}
+            todo = iter([c for c in plane if c not in kept])
+            while cell := next(todo, None) if every_cell else search.next_cell(plane, known, self.limit_bytes):
+                kept[cell] = known[cell] = self.measure(cell)
+                show(cell, known[cell], "")
+            if not every_cell:
+                for cell, why in search.left_out(plane, known, self.limit_bytes).items():
+                    show(cell, None, why)
+        return [kept[cell] for cell in cells if cell in kept]

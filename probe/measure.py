@@ -7,18 +7,26 @@ from pathlib import Path
 from statistics import median
 
 import torch
+import torch._dynamo  # which the first optimizer step would import, 4 s on a laptop: a process that stands ready has it
 
+from probe import anystep
 from probe.cell import Cell, shape
 from probe.stats import is_settled, is_steady
-from probe.verdict import MIN_STEPS
+from probe.verdict import MIN_STEPS, Card, spill
 from trainer import device, nvml
 from trainer.config import OptimizerConfig, clip_for
-from trainer.pace import Pace
+from trainer.errors import is_out_of_memory
+from trainer.pace import Pace, StepTimes
 from trainer.step import TrainStep
+from trainer.usage import Claim
 
 WARM_S = 0.5
 """Least warm-up: an H200 needs about as long to raise its clock from idle."""
 MAX_STEPS = 200
+SLOW_STEPS = 3
+"""Steps that show a spill by their time alone."""
+LOOK_S = 1.0
+"""Time between looks at the counters while steps are timed; a look takes 0.1 ms on Linux."""
 
 
 def look(name: str | None, folder: str, report) -> dict:
@@ -44,55 +52,91 @@ def disk_rate(folder: Path, size: int = 1 << 26) -> float | None:
         return None
 
 
-def measure(cell: Cell, name: str, uuid: str, seconds: float, slow_step_s: float | None, report) -> dict:
+class _Spilled(Exception):
+    """The cell has certainly spilled: no more of it need be run."""
+
+
+def measure(cell: Cell, name: str, uuid: str, seconds: float, card: Card, slow_s: float | None, report) -> dict:
     """Runs the step that trains until its time is known, for about `seconds`; returns the measured fields of a record.
 
-    `report` is told of each step, so that a process which dies leaves what it had measured. Past `slow_step_s` seconds a
-    step the cell has spilled: three such steps are enough. Exceptions of torch pass through.
+    `report` is told of each step, so that a process which dies leaves what it had measured. A cell that has certainly
+    spilled is left at once: by its memory, or by three steps past `slow_s`. Exceptions of torch pass through.
     """
-    claim = device.Claim()
+    claim = Claim()
     where = device.resolve(name)
     free = nvml.free_bytes(uuid) if where.type == "cuda" else _available_bytes()
+    report({"free_at_start_bytes": free, "setting_up": True})
+    claim.begin(where, uuid)
     began = time.perf_counter()
-    # the update's cost doesn't depend on the rate, and a tiny one keeps the loss finite on random tokens
-    step = TrainStep(shape(cell), cell.step, OptimizerConfig(1e-5, clip=clip_for(cell.step)), where)
-    generator = torch.Generator(where).manual_seed(0)
-    tokens = torch.randint(cell.vocab, (cell.accum, cell.batch, cell.length + 1), device=where, dtype=torch.int32,
-                           generator=generator)
-    pace = Pace(step)
-    warmup, timed = [], []
+    looked = began
+    warmup: list[StepTimes] = []
+    timed: list[StepTimes] = []
+    found = {"free_at_start_bytes": free}
 
-    def run_until(times: list, enough) -> None:
+    def note() -> dict:
+        """What is known of the memory so far."""
+        found.update(claim.peaks(where, uuid))
+        found["non_local_growth_bytes"] = claim.non_local_growth()
+        return found
+
+    def run_until(times: list[StepTimes], enough) -> None:
+        nonlocal looked
         begin = time.perf_counter()
         while not enough(time.perf_counter() - begin):
             finished = pace.run(tokens, 1e-5)
             if finished:
                 times.append(finished)
                 report({"warmup_s": [t.step_s for t in warmup], "step_s": [t.step_s for t in timed]})
+                if len(warmup) < 3 or time.perf_counter() - looked > LOOK_S:
+                    if spill(note(), cell, card):
+                        raise _Spilled
+                    looked = time.perf_counter()
+            if slow_s and len(times) >= SLOW_STEPS and min(t.step_s for t in times[-SLOW_STEPS:]) > slow_s:
+                raise _Spilled
         times.append(pace.drain())
 
-    def is_slow(times) -> bool:
-        return slow_step_s is not None and len(times) >= 3 and min(t.step_s for t in times[-3:]) > slow_step_s
-
-    run_until(warmup, lambda s: is_slow(warmup) or len(warmup) >= 2 and (
-        s >= seconds / 3 or s >= WARM_S and is_steady([t.step_s for t in warmup], 0.02)))
-    setup = time.perf_counter() - began - sum(t.step_s for t in warmup[1:])
-    step.evaluate(tokens[0])
-    device.synchronize(where)
-    begin = time.perf_counter()
-    step.evaluate(tokens[0])
-    device.synchronize(where)
-    eval_s = time.perf_counter() - begin
-
-    retries = claim.peaks(where, uuid)["alloc_retries"]
-    run_until(timed, lambda s: is_slow(timed) or len(timed) >= MIN_STEPS and (
-        s >= seconds * 2 / 3 or len(timed) >= MAX_STEPS or is_settled([t.step_s for t in timed], 0.01)))
-    readings = nvml.readings(uuid) if where.type == "cuda" else {}
-    peaks = claim.peaks(where, uuid)
-    return {"warmup_s": [t.step_s for t in warmup], "step_s": [t.step_s for t in timed],
-            "micro_s": median(t.micro_s for t in timed), "optimizer_s": median(t.optimizer_s for t in timed),
-            "eval_s": eval_s, "setup_s": setup, "free_at_start_bytes": free, "readings": readings,
-            "timed_retries": peaks["alloc_retries"] - retries, **peaks}
+    setup = eval_s = None
+    retries = 0
+    try:
+        if cell.is_foreign:
+            step, tokens = anystep.AnyStep(cell, where), None
+        else:
+            # the update's cost doesn't depend on the rate, and a tiny one keeps the loss finite on random tokens
+            step = TrainStep(shape(cell), cell.step, OptimizerConfig(1e-5, clip=clip_for(cell.step)), where)
+            generator = torch.Generator(where).manual_seed(0)
+            tokens = torch.randint(cell.vocab, (cell.accum, cell.batch, cell.length + 1), device=where,
+                                   dtype=torch.int32, generator=generator)
+        pace = Pace(step)
+        device.synchronize(where)
+        report({"setting_up": False})
+        run_until(warmup, lambda s: len(warmup) >= 2 and (
+            s >= seconds / 3 or s >= WARM_S and is_steady([t.step_s for t in warmup], 0.02)))
+        setup = time.perf_counter() - began - sum(t.step_s for t in warmup[1:])
+        if not cell.is_foreign:
+            step.evaluate(tokens[0])
+            device.synchronize(where)
+            begin = time.perf_counter()
+            step.evaluate(tokens[0])
+            device.synchronize(where)
+            eval_s = time.perf_counter() - begin
+        claim.watch()
+        retries = note()["alloc_retries"]
+        run_until(timed, lambda s: len(timed) >= MIN_STEPS and (
+            s >= seconds * 2 / 3 or len(timed) >= MAX_STEPS or is_settled([t.step_s for t in timed], 0.01)))
+    except _Spilled:  # the step that is still running is not waited for: it may take minutes
+        if not timed:  # the first step loads kernels, but it has to do where it is the only one
+            warmup, timed = (warmup[:1], warmup[1:]) if len(warmup) > 1 else ([], warmup)
+    except Exception as e:
+        if is_out_of_memory(type(e).__name__, str(e)):  # how much it had taken by then tells a spill from a failure
+            report(note() | {"readings": {"others": claim.others(uuid)}} if where.type == "cuda" else note())
+        raise
+    readings = nvml.readings(uuid) | {"others": claim.others(uuid)} if where.type == "cuda" else {}
+    values = {"warmup_s": [t.step_s for t in warmup], "step_s": [t.step_s for t in timed], "eval_s": eval_s,
+              "setup_s": setup, "readings": readings, **note()}
+    values["timed_retries"] = values["alloc_retries"] - retries
+    if timed and not cell.is_foreign:
+        values |= {"micro_s": median(t.micro_s for t in timed), "optimizer_s": median(t.optimizer_s for t in timed)}
+    return values
 
 
 def _available_bytes() -> int:

@@ -1,51 +1,153 @@
-"""Heat maps of tok/s and peak memory over batch and length."""
+"""The maps of tok/s and peak memory over batch and length as a picture."""
 
+import io
+import math
+import os
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
-from probe.records import Record, frame
+from probe.records import Record
+from probe.table import CellMap, peak_text, tok_s_text
 from trainer.errors import UserError
+from trainer.units import format_bytes
+
+CELL_IN = 0.92, 0.4
+"""Inches: "1,234,567" and "contended" at 9 points take 0.7."""
+FRAME_IN = 2.0, 1.9
+"""Inches beside and above the cells: labels, headings, title and legend."""
+SMALLEST_IN = 6.4, 2.6
+TITLE_PER_IN = 12
+"""Characters; at 10 points DejaVu Sans has 13 lower-case ones to an inch."""
+ACROSS = 6
+"""Lengths up to which the maps are side by side: more make a picture so wide that its text can't be read on a page."""
+DPI = 130
+MOST_PIXELS = 2e7
+MOST_PIXELS_ALONG = 32_000
+"""Agg draws at most 2**16 along an axis; a huge grid is drawn coarser instead."""
+
+SHADES = 0.04, 0.42
+"""The part of a colour map that is used: black text has a contrast of 10 on it, OVER of 4."""
+OVER = "#a00000"
+CLIFF = "#d62728"
+PLAIN = "0.93"
+FAILED = {"facecolor": PLAIN, "edgecolor": "0.8", "hatch": "////"}
 
 
-def heat_map(records: list[Record], title: str, limit_bytes: int | None, path: Path) -> None:
-    """Two maps in one PNG, tok/s and peak in GB: cells that failed bear their status, cells never run stay blank, peaks
-    over the limit are in red. UserError if the file can't be written."""
-    import matplotlib
+def heat_map(records: list[Record], title: str, limit_bytes: int | None, path: Path, cliff_bytes: int | None = None) -> None:
+    """Two maps of one series in a PNG, tok/s and peak in GB, batches down and lengths across: cells that failed bear their
+    status, cells never run a dot, peaks over the limit are in red, the fastest that fits has a frame, and a red line is the
+    cliff. The file is the old one or the whole new one; UserError if it can't be written."""
+    _write(path, _draw(CellMap.of(records, limit_bytes, cliff_bytes), title))
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+
+def _draw(cells: CellMap, title: str) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    across = len(cells.lengths) <= ACROSS
+    maps_in = [n * inches for n, inches in zip((len(cells.lengths), len(cells.batches)), CELL_IN, strict=True)]
+    maps_in[0 if across else 1] *= 2
+    wide, high = (max(maps + frame, least) for maps, frame, least in zip(maps_in, FRAME_IN, SMALLEST_IN, strict=True))
+    figure = Figure(figsize=(wide, high), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(*((1, 2) if across else (2, 1)))
+    for axis, name, colours, figures, text in (
+            (axes[0], "throughput, tok/s", "Greens", {at: r.tok_s for at, r in cells.records.items()}, tok_s_text),
+            (axes[1], "peak memory, GB", "Blues", {at: r.peak_bytes for at, r in cells.records.items()}, peak_text)):
+        _map(axis, cells, name, colours, figures, text)
+    figure.suptitle(textwrap.fill(title, int(wide * TITLE_PER_IN), max_lines=3, placeholder="..."), fontsize=10,
+                    parse_math=False)
+    _legend(figure, cells)
+    buffer = io.BytesIO()
+    dpi = min(DPI, math.sqrt(MOST_PIXELS / (wide * high)), MOST_PIXELS_ALONG / max(wide, high))
+    figure.savefig(buffer, format="png", dpi=dpi, bbox_inches="tight", pad_inches=0.1)
+    return buffer.getvalue()
+
+
+def _map(axis, cells: CellMap, name: str, colours: str, figures: dict[tuple[int, int], float | None],
+         text: Callable[[Record], str]) -> None:
     import numpy as np
+    from matplotlib import colormaps
+    from matplotlib.collections import LineCollection, PatchCollection
+    from matplotlib.colors import to_rgb
+    from matplotlib.patches import Rectangle
 
-    table = frame(records)
-    batches, lengths = sorted(table.batch.unique()), sorted(table.length.unique())
-    figure, axes = plt.subplots(1, 2, figsize=(3.5 + 1.6 * len(lengths), 1.9 + 0.5 * len(batches)), layout="constrained")
-    for axis, column, scale, label, colours in ((axes[0], "tok_s", 1, "throughput, tok/s", "viridis"),
-                                                (axes[1], "peak_bytes", 1e9, "peak memory, GB", "cividis")):
-        fits = table[table.status == "fits"]
-        values = (fits.pivot_table(index="batch", columns="length", values=column, aggfunc="last")
-                  .reindex(index=batches, columns=lengths).astype(float) / scale) if len(fits) else None
-        grid = values.to_numpy() if values is not None else np.full((len(batches), len(lengths)), np.nan)
-        image = axis.imshow(grid, cmap=colours, aspect="auto", origin="lower")
-        for row in table.itertuples():
-            at = lengths.index(row.length), batches.index(row.batch)
-            value = getattr(row, column)
-            if row.status == "fits" and value == value and value is not None:  # no figure on a device that has none
-                value /= scale
-                dark = image.norm(value) < 0.6
-                over = column == "peak_bytes" and limit_bytes and value * scale > limit_bytes
-                axis.text(*at, f"{value:,.0f}" if scale == 1 else f"{value:.2f}", ha="center", va="center",
-                          color="red" if over else "white" if dark else "black", fontsize=9)
-            else:
-                word = "-" if row.status == "fits" else row.status
-                axis.text(*at, word, ha="center", va="center", color="0.3", fontsize=9)
-        axis.set(title=label, xlabel="length", ylabel="batch", xticks=range(len(lengths)), yticks=range(len(batches)))
-        axis.set_xticklabels(lengths)
-        axis.set_yticklabels(batches)
-        if len(fits):
-            figure.colorbar(image, ax=axis)
-    figure.suptitle(title, fontsize=10)
+    rows, columns = len(cells.batches), len(cells.lengths)
+    known = {at: value for at, value in figures.items() if value is not None and cells.records[at].status == "fits"}
+    low, span = min(known.values(), default=0), max(known.values(), default=0) - min(known.values(), default=0)
+    image = np.ones((rows, columns, 3))
+    for at in cells.records:
+        part = (known[at] - low) / span if at in known and span else 0.5
+        shade = SHADES[0] + (SHADES[1] - SHADES[0]) * part
+        image[at] = colormaps[colours](shade)[:3] if at in known else to_rgb(PLAIN)
+    axis.imshow(image, aspect="auto", interpolation="nearest")
+    never_run = [(r, c) for r in range(rows) for c in range(columns) if (r, c) not in cells.records]
+    axis.plot([c for _, c in never_run], [r for r, _ in never_run], "o", color="0.75", markersize=2.5)
+    failed = [at for at, record in cells.records.items() if record.status != "fits"]
+    axis.add_collection(PatchCollection([Rectangle((c - 0.5, r - 0.5), 1, 1) for r, c in failed], linewidth=0, **FAILED))
+    for at, record in cells.records.items():
+        fits, over = record.status == "fits", at in cells.over
+        axis.text(*at[::-1], cells.text(at, text) + "!" * over, ha="center", va="center", fontsize=9,
+                  color=OVER if over else "black" if fits else "0.25",
+                  weight="bold" if over or at == cells.pick else "normal",
+                  bbox=None if fits else {"facecolor": PLAIN, "edgecolor": "none", "pad": 1})
+    axis.set_xticks(range(columns), map(str, cells.lengths))
+    axis.set_yticks(range(rows), map(str, cells.batches))
+    axis.set_xticks([c - 0.5 for c in range(1, columns)], minor=True)
+    axis.set_yticks([r - 0.5 for r in range(1, rows)], minor=True)
+    axis.grid(which="minor", color="white", linewidth=1.5)
+    axis.tick_params(which="both", length=0, labeltop=True, labelbottom=False, labelsize=9)
+    axis.spines[:].set_color("0.7")
+    axis.set_title(name, fontsize=10)
+    axis.set_xlabel("length", fontsize=9)
+    axis.xaxis.set_label_position("top")
+    axis.set_ylabel("batch", fontsize=9)
+    if cells.pick:
+        r, c = cells.pick
+        axis.add_patch(Rectangle((c - 0.45, r - 0.39), 0.9, 0.78, fill=False, edgecolor="black", linewidth=2))
+    edges = [[(c - 0.5, r - 0.5), (c - 0.5, r + 0.5)] for r, c in cells.upright]
+    edges += [[(c - 0.5, r - 0.5), (c + 0.5, r - 0.5)] for r, c in cells.level]
+    axis.add_collection(LineCollection(edges, colors=CLIFF, linewidths=3.5, capstyle="projecting", zorder=5))
+
+
+def _legend(figure, cells: CellMap) -> None:
+    """What the signs of this map mean, those that are in it."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    signs = []
+    if cells.pick:
+        signs.append(Patch(facecolor="none", edgecolor="black", linewidth=2, label=f"fastest that fits{cells.under}"))
+    if cells.upright or cells.level:
+        signs.append(Line2D([], [], color=CLIFF, linewidth=3.5, label="the cliff"))
+    if cells.over:
+        signs.append(Line2D([], [], linestyle="none", marker="$1.2!$", markersize=16, color=OVER,
+                            label=f"over the {format_bytes(cells.bound[0])} {cells.bound[1]}"))
+    if any(r.status != "fits" for r in cells.records.values()):
+        signs.append(Patch(linewidth=0, label="failed", **FAILED))
+    if len(cells.records) < len(cells.batches) * len(cells.lengths):
+        signs.append(Line2D([], [], linestyle="none", marker="o", markersize=2.5, color="0.75", label="never run"))
+    if signs:
+        figure.legend(handles=signs, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Writes `data` so that the file is the old one or the whole new one, whenever the machine stops."""
+    path = Path(path)
+    if not path.name or os.path.isdir(path):
+        raise UserError(f"can't write {path}: it is a folder; name a file in it")
+    temporary = path.with_name(path.name + ".tmp")
     try:
-        figure.savefig(path, dpi=130)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "wb") as f:
+                f.write(data)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     except OSError as e:
         raise UserError(f"can't write {path}: {e.strerror or e}") from None
-    finally:
-        plt.close(figure)

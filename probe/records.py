@@ -23,13 +23,14 @@ class Record:
     """One measured cell. Times are raw seconds, sizes bytes, None where a platform cannot tell.
 
     Beyond the contract's fields: `eval_s` is one forward pass without gradients, `setup_s` what comes before the first
-    steady step (weights, first kernels).
+    steady step (weights, first kernels), `cell_s` the whole time that the cell took of its grid. `model` is None for
+    somebody's own step.
     """
 
     schema: int
     at: str
     cell: Cell
-    model: ModelConfig
+    model: ModelConfig | None
     status: str
     device: str
     why: str = ""
@@ -40,6 +41,7 @@ class Record:
     optimizer_s: float | None = None
     eval_s: float | None = None
     setup_s: float | None = None
+    cell_s: float | None = None
     allocated_peak_bytes: int | None = None
     reserved_peak_bytes: int | None = None
     device_peak_bytes: int | None = None
@@ -75,8 +77,8 @@ class Record:
         if schema != SCHEMA:
             raise UserError(f"schema is {schema!r}; this version reads {SCHEMA}")
         values = dict(values)
-        for name, kind in (("cell", Cell), ("model", ModelConfig)):
-            values[name] = from_fields(kind, values.get(name), name)
+        values["cell"] = from_fields(Cell, values.get("cell"), "cell")
+        values["model"] = None if values["cell"].is_foreign else from_fields(ModelConfig, values.get("model"), "model")
         for name in ("warmup_s", "step_s"):
             times = values.get(name, [])
             if not isinstance(times, (list, tuple)) or not all(_is_number(t) and t > 0 for t in times):
@@ -93,7 +95,7 @@ class Record:
         for name in ("software", "readings"):
             if not isinstance(getattr(record, name), dict):
                 raise UserError(f"{name} must be an object")
-        for name in ("micro_s", "optimizer_s", "eval_s", "setup_s", "allocated_peak_bytes", "reserved_peak_bytes",
+        for name in ("micro_s", "optimizer_s", "eval_s", "setup_s", "cell_s", "allocated_peak_bytes", "reserved_peak_bytes",
                      "device_peak_bytes", "free_at_start_bytes"):
             value = getattr(record, name)
             if value is not None and not (_is_number(value) and value >= 0):
@@ -102,7 +104,8 @@ class Record:
 
     def to_json(self) -> dict:
         values = dataclasses.asdict(self)
-        values["model"]["parameters"] = self.model.parameters
+        if self.model:
+            values["model"]["parameters"] = self.model.parameters
         return values
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from probe.cell import Cell
+from probe.cliff import Cliff
 from probe.records import Record
 from trainer.config import ModelConfig
 from trainer.tokens import dtype_for, write_sidecar
@@ -18,6 +19,10 @@ from trainer.tokens import dtype_for, write_sidecar
 ROOT = Path(__file__).parents[1]
 SAMPLES = Path(__file__).parent / "samples"
 MODULES = {"probe": "probe.cli", "plan": "planner.cli", "train": "trainer.cli"}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--kills", type=int, default=6, help="How often test_kills.py kills a grid.")
 
 
 def pytest_collection_modifyitems(items):
@@ -72,6 +77,13 @@ def make_record(batch=4, length=512, tok_s=1000.0, peak=4e9, status="fits", accu
                   device="nvidia-geforce-gtx-1060", step_s=(step_s,) * 5, device_peak_bytes=int(peak),
                   micro_s=step_s * 0.9 / accum, optimizer_s=step_s * 0.1)
     return Record(**(values | other))
+
+
+def make_cliff(kind, fast, bad, context=0.3e9, free=5.6e9) -> Cliff:
+    """What the ballast probe would have found on a GTX 1060."""
+    return Cliff(schema=1, at="2026-01-01T00:00:00+00:00", device="nvidia-geforce-gtx-1060", kind=kind, fast_bytes=int(fast),
+                 bad_bytes=int(bad), context_bytes=int(context), free_at_start_bytes=int(free), fast_bytes_s=170e9,
+                 slow_bytes_s=10e9, seconds=4.0)
 
 
 def write_records(path: Path, records) -> Path:

@@ -14,52 +14,56 @@ from conftest import ROOT
 DYING = '''
 import os, signal, time
 
-def look(how, report):
+def die(how, report):
     report({"step_s": [1.5], "pid": os.getpid()})
     if how == "killed": os.kill(os.getpid(), signal.SIGKILL)
     if how == "aborts": os.abort()
     if how == "exits":
         print("last words", flush=True)
         os._exit(7)
-    if how == "hangs": time.sleep(600)
+    if how in ("hangs", "is certain"): time.sleep(600)
     if how == "raises": raise ValueError("a b c")
     return {"answer": 42}
 '''
 PARENT = '''
 import dataclasses, json, sys
-import probe
-probe.__path__.insert(0, sys.argv[1])
 from probe.worker import Workers
 
 if __name__ == "__main__":
-    workers = Workers()
-    for how in sys.argv[2:]:
-        print(json.dumps(dataclasses.asdict(workers.run("look", (how,), 4))), flush=True)
+    with Workers() as workers:
+        if sys.argv[1] == "spawn":
+            workers._fork = None
+        for how in sys.argv[2:]:
+            certain = lambda progress: "seen enough" if how == "is certain" and progress["quiet_s"] > 0.5 else None
+            print(json.dumps(dataclasses.asdict(workers.run("dying:die", (how,), 4, certain=certain))), flush=True)
 '''
 
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a process that runs one worker after another, with a probe.measure that dies as it is told."""
-    folder = tmp_path / "dying"
-    folder.mkdir()
-    (folder / "measure.py").write_text(DYING)
+    """Starts a process that runs one worker after another, each of which dies as it is told; their temporary files go to
+    tmp_path / "temp"."""
+    (tmp_path / "dying.py").write_text(DYING)
     (tmp_path / "parent.py").write_text(PARENT)
-    # children are started anew or forked from a server: both must find the stand-in first
-    (tmp_path / "sitecustomize.py").write_text(f"import probe\nprobe.__path__.insert(0, {str(folder)!r})\n")
+    (tmp_path / "temp").mkdir()
 
-    def run(*hows):
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-        return subprocess.Popen([sys.executable, str(tmp_path / "parent.py"), str(folder), *hows], env=environment,
+    def run(method, *hows):
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+                                    "TMPDIR": str(tmp_path / "temp")}
+        return subprocess.Popen([sys.executable, str(tmp_path / "parent.py"), method, *hows], env=environment,
                                 stdout=subprocess.PIPE, text=True)
     return run
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_every_way_to_end_is_told_and_the_next_one_runs(start):
-    process = start("killed", "aborts", "exits", "raises", "hangs", "done")
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_every_way_to_end_is_told_and_the_next_one_runs(start, tmp_path, method):
+    """By both ways to start a process; nothing is left in the folder for temporary files."""
+    process = start(method, "killed", "aborts", "exits", "raises", "is certain", "hangs", "done")
     lines = process.communicate(timeout=120)[0].splitlines()
-    killed, aborts, exits, raises, hangs, done = map(json.loads, lines)
+    killed, aborts, exits, raises, certain, hangs, done = map(json.loads, lines)
+    assert not list((tmp_path / "temp").glob("probe-*"))
+    assert certain["killed"] == "spill" and certain["progress"]["certain"] == "seen enough"
     assert killed["exit_code"] == -signal.SIGKILL and killed["progress"]["step_s"] == [1.5]
     assert aborts["exit_code"] == -signal.SIGABRT
     assert exits["exit_code"] == 7 and "last words" in exits["tail"]
@@ -70,7 +74,7 @@ def test_every_way_to_end_is_told_and_the_next_one_runs(start):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_a_worker_ends_with_its_parent_however_that_ends(start):
-    process = start("hangs")
+    process = start("forkserver", "hangs")
     deadline = time.monotonic() + 60
     workers = []
     while not workers and time.monotonic() < deadline:

@@ -97,9 +97,10 @@ def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, dev
     if resume and run_path is None:
         raise click.UsageError("--resume needs --run DIR, the folder of the run to go on with")
     out = Output(as_json)
-    from trainer.device import Claim, facts, on_battery, resolve
+    from trainer.device import facts, on_battery, resolve
     from trainer.log import RunFolder, default_run, describe, receipt_rows
     from trainer.plan import Plan
+    from trainer.usage import Claim
 
     plan = Plan.load(plan_path)
     if on_battery() and not allow_battery:

@@ -1,4 +1,4 @@
-"""Which device, what it is, what it shows now, and the fp32 lock. Imports torch only when asked for a device."""
+"""Which device, what it is, and the fp32 lock. Imports torch only when asked for a device."""
 
 import functools
 import os
@@ -211,53 +211,27 @@ def on_battery() -> bool:
     return battery is not None and battery.power_plugged is False
 
 
-def resident_peak_bytes() -> int:
-    """This process's peak resident set."""
-    if sys.platform == "linux":
-        # not getrusage: a process started by a larger one inherits the larger one's peak there
-        with open("/proc/self/status") as f:
-            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
-    if sys.platform == "win32":
-        import psutil
-
-        return psutil.Process().memory_info().peak_wset
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-class Claim:
-    """How much of a device this process has taken. Make it before the process touches the card."""
-
-    def __init__(self) -> None:
-        self._used_before = {uuid: nvml.used_bytes(uuid) for uuid in nvml.uuids()}
-
-    def peaks(self, device, uuid: str) -> dict:
-        """allocated_peak_bytes, reserved_peak_bytes, device_peak_bytes and alloc_retries; None where unknown.
-
-        The device figure is the allocator's peak and what the driver counts for us beside the allocator: context,
-        kernels, graphs. The driver's own figure for the process is taken where it has one, else the growth of the
-        card's use since before our context (which another program that starts meanwhile would disturb).
-        """
-        import torch
-
-        if device.type == "cpu":
-            return {"allocated_peak_bytes": None, "reserved_peak_bytes": None,
-                    "device_peak_bytes": resident_peak_bytes(), "alloc_retries": 0}
-        try:
-            allocated = torch.accelerator.max_memory_allocated(device)
-            reserved = torch.accelerator.max_memory_reserved(device)
-        except (RuntimeError, AttributeError):  # mps has current figures only
-            return dict.fromkeys(("allocated_peak_bytes", "reserved_peak_bytes", "device_peak_bytes"), None) | {
-                "alloc_retries": 0}
-        claim, retries = None, 0
-        if device.type == "cuda":
-            retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
-            used, before = nvml.used_bytes(uuid), self._used_before.get(uuid)
-            now = nvml.process_bytes(uuid, os.getpid())
-            if now is None and None not in (used, before):
-                now = used - before
-            if now is not None:
-                claim = reserved + max(0, now - torch.cuda.memory_reserved(device))
-        return {"allocated_peak_bytes": allocated, "reserved_peak_bytes": reserved, "device_peak_bytes": claim,
-                "alloc_retries": retries}
+def choose(names: list[str], name: str | None, only_one_will_do: bool) -> str:
+    """Which of the measured devices `names` is meant: the one called `name` ("cuda", "cuda:1", "cpu", "mps" or a name), else
+    this machine's. Another machine's is taken unnamed only if it is the only one and `only_one_will_do`. UserError lists
+    the names. Asks the driver alone, not torch."""
+    here = [slug(n) for n in nvml.names()]
+    cpu, mps = slug(f"cpu {cpu_name()}"), slug(f"mps {cpu_name()} (Metal)")
+    if name is not None:
+        kind, _, index = name.partition(":")
+        if kind == "cuda":
+            if not (index or "0").isdecimal() or int(index or 0) >= len(here):
+                raise UserError(f"device {name} is not here; this machine's cards are: {', '.join(here) or 'none'}")
+            name = here[int(index or 0)]
+        else:
+            name = {"cpu": cpu, "mps": mps}.get(name, name)
+        if name not in names:
+            raise UserError(f"no records of device {name!r}; there are some of {', '.join(names)}")
+        return name
+    for mine in [*here, mps, cpu]:
+        if mine in names:
+            return mine
+    if len(names) == 1 and only_one_will_do:
+        return names[0]
+    raise UserError(f"none of the records is of this machine: measure it with `probe grid --model 150M`, or choose another "
+                    f"one by --device, of {', '.join(names)}")

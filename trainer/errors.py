@@ -23,8 +23,10 @@ class Refused(UserError):
 
 _OOM_TYPES = {"OutOfMemoryError", "MemoryError"}
 _OOM_TEXT = re.compile(
-    r"^CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|HIP out of memory|CUDA out of memory"
-    r"|XPU out of memory|MPS backend out of memory|DefaultCPUAllocator: (can't|not enough)", re.MULTILINE)
+    r"(CUDA|HIP)( driver)? error: out of memory|Triton Error \[CUDA\]: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
+    r"|(cuda|hip)Error(MemoryAllocation|OutOfMemory)|CU[A-Z]+_(STATUS_)?ALLOC_FAILED"
+    r"|(CUDA|HIP|XPU) out of memory|MPS backend out of memory|OUT_OF_(DEVICE|HOST)_MEMORY"
+    r"|DefaultCPUAllocator: (can't|not enough)|std::bad_alloc|Cannot allocate memory")
 
 
 def is_out_of_memory(kind: str, text: str) -> bool:

@@ -18,6 +18,7 @@ from trainer.plan import Plan, eval_batches, held_back, is_due
 from trainer.schedule import lr
 from trainer.step import TrainStep
 from trainer.tokens import Tokens, feed
+from trainer.usage import Claim
 
 SEED = 0
 
@@ -59,7 +60,7 @@ def open_data(plan: Plan, data: Path, val: Path | None) -> tuple[Tokens, Tokens]
     return tokens, held
 
 
-def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resume: bool, claim: device.Claim,
+def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resume: bool, claim: Claim,
         say, live) -> dict:
     """Trains as planned from the start or the newest checkpoint, and returns the receipt.
 

@@ -53,12 +53,22 @@ def free_bytes(uuid: str) -> int | None:
     return memory and int(memory.free)
 
 
-def process_bytes(uuid: str, pid: int) -> int | None:
-    """Bytes of the card that process `pid` holds, context included; None under Windows and in most containers."""
-    for process in _ask("nvmlDeviceGetComputeRunningProcesses", _handle(uuid)) or () if uuid else ():
-        if process.pid == pid:
-            return process.usedGpuMemory
-    return None
+def processes(uuid: str) -> dict[int, int | None]:
+    """Bytes of the card that each process holds which computes on it, by pid, context included; None under Windows. Empty
+    where the driver doesn't tell; in a container the pids may be the host's."""
+    found = _ask("nvmlDeviceGetComputeRunningProcesses", _handle(uuid)) if uuid else None
+    return {p.pid: p.usedGpuMemory for p in found or ()}
+
+
+def utilization_since(uuid: str, begin: float) -> dict[int, float]:
+    """How busy each process kept the multiprocessors since `begin` (time.time()), by pid: the mean of the driver's samples,
+    in percent. Empty where it has none."""
+    found: dict[int, list[int]] = {}
+    samples = _ask("nvmlDeviceGetProcessUtilization", _handle(uuid), int(begin * 1e6)) if uuid else None
+    for sample in samples or ():
+        if sample.timeStamp > begin * 1e6 and sample.smUtil <= 100:  # the driver also hands out slots it never filled
+            found.setdefault(sample.pid, []).append(sample.smUtil)
+    return {pid: sum(values) / len(values) for pid, values in found.items()}
 
 
 def driver() -> str | None:
