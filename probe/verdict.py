@@ -115,7 +115,11 @@ def _alone(outcome: Outcome, cell: Cell, card: Card, records: list[Record]) -> t
         line = next((line for line in text.splitlines() if line.strip()), "")
         if not is_out_of_memory(kind, text):
             return "crashed", f"{kind}: {line}"[:200]
-        return ("spills", f"spilled before it failed: {spilled}") if spilled else ("oom", f"{kind}: {line}"[:200])
+        if spilled:
+            return "spills", f"spilled before it failed: {spilled}"
+        held = known.get("reserved_peak_bytes")
+        at = f"at {format_bytes(held)} reserved, " if held else ""
+        return "oom", f"{at}{kind}: {line.split('. ')[0]}"[:200]  # what follows are figures, which nobody should believe
     if outcome.measured is None:
         if outcome.exit_code == -getattr(signal, "SIGKILL", 9):
             return "oom", "killed without a message (SIGKILL), as the system's out-of-memory killer does"

@@ -12,7 +12,7 @@ from conftest import MODULES, ROOT
 
 from probe.records import load
 
-GRID = ("grid", "--model", "1M", "--vocab", "300", "--batch", "1,2", "--length", "32", "--seconds", "1")
+GRID = ("grid", "--model", "1M", "--vocab", "300", "--batch", "1,2", "--accum", "1", "--length", "32", "--seconds", "1")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_the_grid_leaves_records_facts_and_a_picture(home):
 
 def test_a_grid_started_again_measures_only_what_is_missing(home):
     before = records_file(home).read_text()
-    done = call(home, "probe", *GRID[:-4], "--length", "32,48", "--seconds", "1", "--json")
+    done = call(home, "probe", *GRID[:-4], "--length", "32,48", "--seconds", "1", "--every-cell", "--json")
     assert done.returncode == 0, done.stderr
     assert records_file(home).read_text().startswith(before)
     assert len(load(records_file(home))) == 4

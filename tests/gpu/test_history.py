@@ -1,0 +1,94 @@
+"""On a card: the script is the allocator's own history, event by event; the model of the allocator makes its choices."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+from probe import events
+from probe.allocator import Allocator
+from probe.cell import Cell, shape
+from probe.estimate import CardMemory, estimate
+
+pytestmark = pytest.mark.gpu
+
+CHILD = """
+import json, sys
+import torch
+torch.cuda.init()
+torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=1_000_000)
+from probe.cell import Cell, shape
+from trainer.config import OptimizerConfig, clip_for
+from trainer.device import synchronize
+from trainer.pace import Pace
+from trainer.step import TrainStep
+
+cell, where = Cell(*json.loads(sys.argv[1])), torch.device("cuda", 0)
+step = TrainStep(shape(cell), cell.step, OptimizerConfig(1e-5, clip=clip_for(cell.step)), where)
+tokens = torch.randint(cell.vocab, (cell.accum, cell.batch, cell.length + 1), device=where, dtype=torch.int32,
+                       generator=torch.Generator(where).manual_seed(0))
+pace = Pace(step)
+step.evaluate(tokens[0])
+synchronize(where)
+for _ in range(3):
+    pace.run(tokens, 1e-5)
+pace.drain()
+step.evaluate(tokens[0])
+synchronize(where)
+pace.run(tokens, 1e-5)
+pace.drain()
+streams, rows = {}, []
+for e in torch.cuda.memory._snapshot()["device_traces"][0]:
+    if e["action"] != "free_requested":
+        rows.append([e["action"], e["addr"], e["size"], streams.setdefault(e["stream"], len(streams))])
+s = torch.cuda.memory_stats()
+print(json.dumps([rows, s["allocated_bytes.all.peak"], s["reserved_bytes.all.peak"]]))
+"""
+CELLS = [Cell("1M", 2, 100, vocab=500), Cell("10M", 3, 256), Cell("10M", 3, 600, 2, "eager", "elementwise"),
+         Cell("10M", 2, 256, 2, "eager", "block"), Cell("10M", 2, 256, update="backward"),
+         Cell("10M", 3, 256, 2, "graph"), Cell("10M", 2, 200, 2, "graph", "block")]
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_the_history_is_the_script_and_the_model_chooses_alike(cell):
+    fields = [getattr(cell, f) for f in Cell.__dataclass_fields__]
+    done = subprocess.run([sys.executable, "-c", CHILD, json.dumps(fields)], capture_output=True, text=True, cwd=ROOT,
+                          timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    history, allocated, reserved = json.loads(done.stdout.splitlines()[-1])
+    card = CardMemory.of({"kind": "cuda", "capability": torch.cuda.get_device_capability(0)})
+    script = events.script(shape(cell), cell.step, card.workspace_bytes)
+    phases = [*script.start, *script.evaluation, *script.record, *script.step * 3, *script.evaluation, *script.step]
+
+    segments = iter([row for row in history if row[0] == "segment_alloc"])
+
+    def place(size):
+        _, address, true_size, _ = next(segments)
+        assert size == true_size
+        return address
+
+    model, alive, peak = Allocator(place), {}, 0
+    real = iter([row for row in history if row[0] in ("alloc", "free_completed")])
+    for phase in phases:
+        if phase.empties:
+            model.empty_cache()
+        for name, size, _ in phase.events:
+            if size and name in alive:
+                continue
+            action, address, true_size, stream = next(real)
+            if size:
+                assert (action, true_size, stream) == ("alloc", size, phase.stream)
+                alive[name] = model.allocate(size, phase.stream, phase.recording)
+                assert alive[name].address == address
+                peak = max(peak, model.allocated)
+            else:
+                assert (action, address) == ("free_completed", alive[name].address)
+                model.free(alive.pop(name))
+    assert next(real, None) is None and next(segments, None) is None
+    assert (peak, model.reserved_peak) == (allocated, reserved)
+    got = estimate(cell, card)
+    assert got.allocated_bytes == pytest.approx(allocated, rel=0.005)
+    assert got.reserved_bytes == pytest.approx(reserved, rel=0.03)
