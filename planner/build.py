@@ -104,7 +104,7 @@ def device_file(results: Path, device: str) -> dict:
     return values
 
 
-def build(records: list[Record], question: Question, device: dict, cliff: Cliff | None) -> Forecast:
+def build(records: list[Record], question: Question, device: dict, cliff: Cliff | None = None) -> Forecast:
     """The plan for a question, from the records of one model on one device; `device` is device.json's content."""
     records = list(latest(records).values())
     known = question.limit_bytes and (question.limit_bytes, "as asked") or default_limit(records, cliff)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from probe.cell import Cell
 from probe.cliff import can_spill, fell
 from probe.records import Record, latest
+from probe.search import LONG
 from trainer.config import StepConfig
 from trainer.errors import NoPlan
 from trainer.units import format_bytes, format_count
@@ -12,8 +13,6 @@ from trainer.units import format_bytes, format_count
 NEAR = 0.02
 """Among steps this near to the fastest, the one that needs the least memory is taken: the spread of tok/s from day to
 day is about as large."""
-LONG = 0.05
-"""A longer length is taken while its best tok/s is within this of the overall best."""
 
 
 @dataclass(frozen=True)

@@ -46,37 +46,27 @@ def _name(device: str | None, facts) -> str:
 @results_option
 @json_option
 def card(device, results, as_json) -> None:
-    """Show what the device is, what it can run, and what it shows now."""
+    """Show what the device is, what it can run, what it takes for itself, and what it shows now."""
+    from probe.grid import device_memory
+    from probe.report import card_rows
     from trainer import nvml
     from trainer.config import ENGINES
-    from trainer.device import THROTTLED, on_battery, refuse_engine
-    from trainer.units import format_bytes
+    from trainer.device import on_battery, refuse_engine
 
     out = Output(as_json)
-    with _device(results, device) as (_, facts, store, extra):
-        pass
-    readings = nvml.readings(facts.uuid)
+    with _device(results, device) as (workers, facts, store, extra):
+        if facts.kind in ("cuda", "cpu"):
+            store.keep_memory(device_memory(workers, _name(device, facts), facts))
+    readings, free = nvml.readings(facts.uuid), nvml.free_bytes(facts.uuid)
     refusals = {engine: refuse_engine(engine, facts.kind, facts.capability) for engine in ENGINES}
-    free = nvml.free_bytes(facts.uuid)
-    rows = [("name", facts.name), ("memory", format_bytes(facts.total_bytes)),
-            ("free now", format_bytes(free)), ("capability", "{}.{}".format(*facts.capability) if facts.capability else "-"),
-            ("cores", str(facts.cores)), ("torch", facts.torch), ("CUDA", facts.cuda or "-"),
-            ("driver", facts.driver or "-"), ("allocator", facts.allocator),
-            ("disk", f"{format_bytes(extra['disk_write_bytes_s'])}/s"),
-            ("engines", ", ".join(e for e in ENGINES if not refusals[e])), ("precision", "fp32, TF32 off"),
-            ("power", "battery: a run would be refused" if on_battery() else "mains, or no battery")]
-    names = {"clock_mhz": ("clock", "{} MHz"), "temperature_c": ("temperature", "{} C"), "power_w": ("draws", "{:.0f} W"),
-             "utilization": ("utilization", "{}%")}
-    rows += [(label, text.format(readings[key])) for key, (label, text) in names.items() if key in readings]
-    if "throttle" in readings:
-        rows.append(("throttled", "yes" if readings["throttle"] & THROTTLED else "no"))
-    for label, value in rows:
+    for label, value in card_rows(facts, free, extra["disk_write_bytes_s"], refusals, readings,
+                                  store.device.get("memory") or {}, on_battery()):
         out.say(f"{label:12} {value}")
     for engine in ENGINES:
         if refusals[engine]:
             out.say(f"no {engine}: {refusals[engine]}")
     out.say(f"kept in {store.folder / 'device.json'}")
-    out.result(dataclasses.asdict(facts) | extra | {"free_bytes": free, "readings": readings, "refused_engines": refusals})
+    out.result(store.device | {"free_bytes": free, "readings": readings, "refused_engines": refusals})
 
 
 @cli.command(context_settings=HELP)
@@ -89,25 +79,16 @@ def cliff(device, results, as_json) -> None:
     No model is needed. Everything else that runs now counts, and all memory is given back at the end.
     """
     from probe.grid import find_cliff
+    from probe.report import cliff_line
     from probe.store import alone
 
     out = Output(as_json)
     with _device(results, device) as (workers, facts, store, _), alone(facts):
         found = find_cliff(workers, _name(device, facts), facts)
     found.save(store.cliff_file)
-    _say_cliff(out, found)
+    out.say(cliff_line(found))
     out.say(f"kept in {store.cliff_file}")
     out.result(dataclasses.asdict(found) | {"device_bytes": found.device_bytes})
-
-
-def _say_cliff(out: Output, cliff) -> None:
-    from trainer.units import format_bytes
-
-    size, fast = format_bytes(cliff.device_bytes), f"{cliff.fast_bytes_s / 1e9:,.0f}"
-    out.say({"collapse": f"cliff: {size} with its context; past it {fast} GB/s fell to "
-                         f"{(cliff.slow_bytes_s or 0) / 1e9:,.1f}, without an error",
-             "failure": f"cliff: {size} with its context; past it memory can't be had ({fast} GB/s)",
-             "reserve": f"no cliff up to {size} with its context ({fast} GB/s); the rest was left alone"}[cliff.kind])
 
 
 @cli.command(context_settings=HELP)
@@ -145,7 +126,9 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
     from probe.cell import Cell, shape
     from probe.cell import grid as cells_of
     from probe.cliff import default_limit
-    from probe.grid import Bench, ask, find_cliff
+    from probe.estimate import CardMemory
+    from probe.grid import Bench, ask, device_memory, find_cliff
+    from probe.report import cliff_line, draw
     from probe.store import alone
     from trainer.config import OptimizerConfig, clip_for, refuse_update
     from trainer.device import refuse_engine
@@ -178,11 +161,14 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
         if known is None and asked is None and facts.kind == "cuda":
             known = find_cliff(workers, _name(device, facts), facts)
             known.save(store.cliff_file)
-            _say_cliff(out, known)
+            out.say(cliff_line(known))
         limit_bytes, source = (asked, "as asked") if asked else default_limit((), known) or (None, "")
         if limit_bytes:
             out.say(f"limit {format_bytes(limit_bytes)}: {source}")
-        bench = Bench(workers, _name(device, facts), facts, store.records, known, seconds, limit_bytes, out.say)
+        if not store.device.get("memory") and not step:
+            store.keep_memory(device_memory(workers, _name(device, facts), facts))
+        bench = Bench(workers, _name(device, facts), facts, store.records, known, seconds, limit_bytes,
+                      CardMemory.of(store.device), out.say)
         out.say(table.ROW_HEAD)
         console = out.console()
         with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
@@ -197,7 +183,7 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
             if accums is None and update == "after" and not step:
                 twins = [dataclasses.replace(r.cell, accum=2) for r in search.picks(measured, limit_bytes)]
                 measured += bench.run(twins, True, again, show)
-    pictures = _draw(measured, facts.name, limit_bytes, known, store.folder)
+    pictures = draw(measured, facts.name, limit_bytes, known, store.folder)
     pick = search.best(measured, limit_bytes)
     if pick:
         fitting = sum(r.status == "fits" for r in measured)
@@ -214,6 +200,65 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
 
 
 @cli.command(context_settings=HELP)
+@click.option("--model", "models", required=True, metavar="M[,M]", help="Sizes, such as 150M or 10M,50M.")
+@click.option("--batch", "batches", default="1,2,4,8,16,32", show_default=True, metavar="1,2,4",
+              help="Sequences in a micro-step.")
+@click.option("--length", "lengths", default="256,512,1024", show_default=True, metavar="256,512",
+              help="Tokens in a sequence.")
+@click.option("--accum", "accums", default="1", show_default=True, metavar="1,2", help="Micro-steps in a step.")
+@click.option("--engine", "engines", default="eager", show_default=True, metavar="E", help="eager, graph or compile.")
+@click.option("--recompute", "recomputes", default="none", show_default=True, metavar="R",
+              help="none, elementwise or block.")
+@click.option("--update", default="after", show_default=True, type=click.Choice(["after", "backward"]))
+@click.option("--vocab", default="32000", show_default=True, metavar="N", help="Entries of the vocabulary.")
+@click.option("--card", metavar="NAME", help='A card that is not here, such as "RTX 3060 12GB", by its paper figures.')
+@click.option("--device", metavar="NAME", help="A measured device, a folder under results/.  [default: this machine's]")
+@results_option
+@json_option
+def estimate(models, batches, lengths, accums, engines, recomputes, update, vocab, card, device, results, as_json) -> None:
+    """Estimate peak memory without touching a card: the step's own allocations, replayed.
+
+    One cell is told part by part, several as a table. With --card the table says what would fit under which limit.
+    """
+    from probe import cards
+    from probe.cell import grid as cells_of
+    from probe.cell import planes, shape
+    from probe.estimate import CardMemory
+    from probe.estimate import estimate as estimated
+    from probe.report import ESTIMATE_HEAD, estimate_lines, estimate_rows, memory_of
+    from trainer.units import parse_count, parse_ints
+
+    out = Output(as_json)
+    cells = cells_of(_names(models), parse_ints(batches, "--batch"), parse_ints(lengths, "--length"),
+                     parse_ints(accums, "--accum"), _names(engines), _names(recomputes), parse_count(vocab, "--vocab"),
+                     update)
+    if not cells:
+        raise click.UsageError("--model, --engine and --recompute each need a name")
+    for cell in cells:
+        if shape(cell) is None:
+            raise UserError("an estimate knows our own models; somebody's own step has to be measured: probe grid --step")
+    if card and device:
+        raise click.UsageError("--card is for a card by its paper figures, --device for a measured one: give one of them")
+    paper = given(card, cards.find)
+    memory, about = memory_of(results, device) if paper is None else (
+        CardMemory.of({"kind": "cuda", "capability": paper.capability}), paper.name)
+    found = {cell: estimated(cell, memory) for cell in cells}
+    if paper:
+        for plane in planes(cells):
+            for line in cards.shopping_lines(paper, plane, out.console().width):
+                out.say(line)
+    elif len(cells) == 1:
+        for line in estimate_lines(*next(iter(found.items())), about):
+            out.say(line)
+    else:
+        print_rows(out, ESTIMATE_HEAD, estimate_rows(found))
+    if not memory.measured and not paper:
+        out.say(f"estimated for a card that was not measured: {about}; `probe card` measures what is here")
+    out.result({"device": about, "measured": memory.measured, "cells": [
+        {"cell": dataclasses.asdict(c)} | dataclasses.asdict(e) for c, e in found.items()]})
+
+
+@cli.command(context_settings=HELP)
 @click.option("--model", metavar="M", help="Only this size, or this step.")
 @click.option("--device", metavar="NAME", help="A folder under results/.  [default: this machine's, else the only one]")
 @click.option("--limit", metavar="5GB", help="Mark what is above it.  [default: 97% of the cliff]")
@@ -222,24 +267,26 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
 def show(model, device, limit, results, as_json) -> None:
     """Show what has been measured: tok/s and peak over batch and length, and the cliff as a line."""
     from probe import table
+    from probe.report import Measured, cliff_line
+    from trainer.units import parse_bytes
 
     out = Output(as_json)
-    name, records, cliff_found, limit_bytes = _measured(results, device, model, limit, out)
-    series = table.series_of(records)
-    console = out.console()
-    out.say(f"{name}: {len(records)} cells")
-    if cliff_found:
-        _say_cliff(out, cliff_found)
+    m = Measured.read(results, device, model, given(limit, parse_bytes, "--limit"), out.say)
+    series = table.series_of(m.records)
+    out.say(f"{m.device}: {len(m.records)} cells")
+    if m.cliff:
+        out.say(cliff_line(m.cliff))
     if len(series) > MAPS and model is None:
-        print_rows(out, table.SUMMARY_HEAD, table.summary(records))
+        print_rows(out, table.SUMMARY_HEAD, table.summary(m.records))
         out.say("--model M shows the maps of one model")
     else:
         for of_series in series.values():
-            out.say()
-            for line in table.lines(of_series, limit_bytes, cliff_found and cliff_found.device_bytes, console.width):
+            for line in ["", *table.lines(of_series, m.limit_bytes, m.cliff and m.cliff.device_bytes, out.console().width)]:
                 out.say(line)
-    out.result({"device": name, "limit_bytes": limit_bytes, "cliff": cliff_found and dataclasses.asdict(cliff_found),
-                "records": [r.to_json() | {"tok_s": r.tok_s} for r in records]})
+    if line := m.error_line():
+        out.say(line)
+    out.result({"device": m.device, "limit_bytes": m.limit_bytes, "cliff": m.cliff and dataclasses.asdict(m.cliff),
+                "records": [r.to_json() | {"tok_s": r.tok_s} for r in m.records]})
 
 
 @cli.command(context_settings=HELP)
@@ -250,43 +297,14 @@ def show(model, device, limit, results, as_json) -> None:
 @json_option
 def plot(model, device, limit, results, as_json) -> None:
     """Draw what `probe show` shows, a PNG for each map, beside the records."""
-    out = Output(as_json)
-    name, records, cliff_found, limit_bytes = _measured(results, device, model, limit, out)
-    pictures = _draw(records, name, limit_bytes, cliff_found, results / name)
-    out.say("\n".join(str(p) for p in pictures))
-    out.result({"device": name, "pictures": [str(p) for p in pictures]})
-
-
-def _measured(results: Path, device: str | None, model: str | None, limit: str | None, out: Output):
-    """(device, newest records of its cells, cliff, limit in bytes) of what is on disk."""
-    from probe.cliff import Cliff, default_limit
-    from probe.records import latest, load
-    from trainer.device import choose
+    from probe.report import Measured, draw
     from trainer.units import parse_bytes
 
-    asked = given(limit, parse_bytes, "--limit")
-    names = sorted(p.parent.name for p in results.glob("*/records.jsonl"))
-    if not names:
-        raise UserError(f"no records in {results}/*/records.jsonl; `probe grid --model 150M` measures some")
-    name = choose(names, device, True)
-    records = list(latest(load(results / name / "records.jsonl", out.say)).values())
-    records = [r for r in records if model in (None, r.cell.model)]
-    if not records:
-        raise UserError(f"--model {model}: {name} has no record of it; `probe show` lists what there is")
-    found = Cliff.load(results / name / "cliff.json")
-    return name, records, found, asked or (default_limit(records, found) or (None,))[0]
-
-
-def _draw(records: list, name: str, limit_bytes: int | None, cliff_found, folder: Path) -> list[Path]:
-    """A picture of each series' maps."""
-    from probe.plot import heat_map
-    from probe.table import series_of
-
-    pictures = []
-    for series, of_series in series_of(records).items():
-        pictures.append(folder / f"grid-{series.file_name}.png")
-        heat_map(of_series, f"{name}: {series.title}", limit_bytes, pictures[-1], cliff_found and cliff_found.device_bytes)
-    return pictures
+    out = Output(as_json)
+    m = Measured.read(results, device, model, given(limit, parse_bytes, "--limit"), out.say)
+    pictures = draw(m.records, m.device, m.limit_bytes, m.cliff, results / m.device)
+    out.say("\n".join(str(p) for p in pictures))
+    out.result({"device": m.device, "pictures": [str(p) for p in pictures]})
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -43,6 +43,13 @@ class CardMemory:
     process_bytes: int = 340_000_000
     measured: bool = False
 
+    def context(self, step: StepConfig, model: ModelConfig) -> int:
+        """Bytes beside the allocator's."""
+        if step.engine == "eager":
+            return self.context_bytes
+        recorded = KERNELS[step.recompute] * model.layers * min(2, step.accum)
+        return self.context_bytes + self.graph_bytes + self.kernel_bytes * recorded
+
     @classmethod
     def of(cls, device_json: dict) -> "CardMemory":
         """From a device's facts; what is under "memory" there was measured and wins over the defaults."""
@@ -82,9 +89,7 @@ def estimate(cell: Cell, card: CardMemory) -> Estimate:
     replay = Replay()
     replay.process(script(model, step, card.workspace_bytes))
     allocated, reserved = replay.peak, replay.allocator.reserved_peak
-    context = card.context_bytes
-    if step.engine == "graph":
-        context += card.graph_bytes + card.kernel_bytes * KERNELS[step.recompute] * model.layers * min(2, step.accum)
+    context = card.context(step, model)
     if is_compiled:
         allocated, reserved = int(allocated * COMPILE), int(reserved * COMPILE)
     parts = replay.parts | {"allocator": reserved - sum(replay.parts.values()), "context": context}

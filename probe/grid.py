@@ -9,6 +9,7 @@ from pathlib import Path
 from probe import records, search
 from probe.cell import Cell, planes, shape
 from probe.cliff import Cliff
+from probe.estimate import CardMemory, estimate
 from probe.records import SCHEMA, Record
 from probe.verdict import Card, judge, slow_step_s, stuck
 from probe.worker import Workers
@@ -22,9 +23,9 @@ UNDECIDED = ("timeout", "crashed", "contended")
 """Verdicts that say nothing lasting of a cell: a grid that is started again measures it again."""
 
 
-def ask(workers: Workers, function: str, args: tuple, seconds: float = LOOK_S) -> dict:
+def ask(workers: Workers, function: str, args: tuple, host: bool = False) -> dict:
     """What `function` measured; UserError with the reason if it did not end well."""
-    outcome = workers.run(function, args, seconds)
+    outcome = workers.run(function, args, LOOK_S, host)
     if outcome.measured is not None:
         return outcome.measured
     if outcome.error and outcome.error[0] == "UserError":
@@ -54,16 +55,44 @@ def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
+def device_memory(workers: Workers, device: str, facts: DeviceFacts) -> dict:
+    """What the device takes beside a step's tensors, by a small cell of each kind: fields of CardMemory, in bytes. Empty
+    where nothing can be read."""
+    def peaks(engine: str) -> tuple[Cell, dict]:
+        cell = Cell("10M", 2, 128, engine=engine)
+        card = Card(facts.total_bytes, facts.kind != "cpu")
+        arguments = (cell, device, facts.uuid, 0.5, card, None)
+        return cell, ask(workers, "probe.measure:measure", arguments, host=not card.is_card)
+
+    cell, eager = peaks("eager")
+    if facts.kind == "cpu":
+        tensors = estimate(cell, CardMemory("cpu", process_bytes=0)).device_bytes
+        return {"process_bytes": eager["device_peak_bytes"] - tensors}
+    if eager["device_peak_bytes"] is None:
+        return {}
+    context = eager["device_peak_bytes"] - eager["reserved_peak_bytes"]
+    cell, graph = peaks("graph")
+    recorded = CardMemory(context_bytes=context, graph_bytes=0)
+    more = graph["device_peak_bytes"] - graph["reserved_peak_bytes"] - recorded.context(cell.step, shape(cell))
+    return {"context_bytes": context, "graph_bytes": max(0, more)}
+
+
 class Bench:
     """One device, what is known of it, and the file that what is measured goes to."""
 
     def __init__(self, workers: Workers, device: str, facts: DeviceFacts, path: Path, cliff: Cliff | None, seconds: float,
-                 limit_bytes: int | None, say: Callable[[str], None]) -> None:
+                 limit_bytes: int | None, memory: CardMemory, say: Callable[[str], None]) -> None:
         self.workers, self.device, self.facts, self.path, self.seconds = workers, device, facts, path, seconds
-        self.limit_bytes = limit_bytes
+        self.limit_bytes, self.memory = limit_bytes, memory
         self.card = Card(facts.total_bytes, facts.kind != "cpu", cliff)
         known = records.load(path, say) if path.exists() else []
         self.newest = {cell: r for (name, cell), r in records.latest(known).items() if name == facts.fingerprint}
+
+    def predict(self, cell: Cell) -> int | None:
+        """Bytes of the process's whole claim; None for somebody's own step, and where there is no estimate."""
+        if cell.is_foreign or self.facts.kind not in ("cuda", "cpu"):
+            return None
+        return estimate(cell, self.memory).device_bytes
 
     def measure(self, cell: Cell) -> Record:
         """Runs one cell, judges it and puts it on disk. Its process is ended when it takes half a minute, for the context
@@ -80,7 +109,7 @@ class Bench:
         measured |= {name: tuple(measured.get(name, ())) for name in ("warmup_s", "step_s")}
         record = Record(schema=SCHEMA, at=_now(), cell=cell, model=shape(cell), status=status, why=why,
                         device=self.facts.fingerprint, software=self.facts.software, cell_s=time.monotonic() - begin,
-                        **measured)
+                        predicted_bytes=self.predict(cell), **measured)
         records.append(self.path, record)
         self.newest[cell] = record
         return record
@@ -96,10 +125,11 @@ class Bench:
         for plane in planes(cells):
             known = {c: kept[c] for c in plane if c in kept}
             todo = iter([c for c in plane if c not in kept])
-            while cell := next(todo, None) if every_cell else search.next_cell(plane, known, self.limit_bytes):
+            while cell := next(todo, None) if every_cell else search.next_cell(
+                    plane, known, self.limit_bytes, self.predict):
                 kept[cell] = known[cell] = self.measure(cell)
                 show(cell, known[cell], "")
             if not every_cell:
-                for cell, why in search.left_out(plane, known, self.limit_bytes).items():
+                for cell, why in search.left_out(plane, known, self.limit_bytes, self.predict).items():
                     show(cell, None, why)
         return [kept[cell] for cell in cells if cell in kept]

@@ -23,7 +23,8 @@ class Record:
     """One measured cell. Times are raw seconds, sizes bytes, None where a platform cannot tell.
 
     Beyond the contract's fields: `eval_s` is one forward pass without gradients, `setup_s` what comes before the first
-    steady step (weights, first kernels), `cell_s` the whole time that the cell took of its grid. `model` is None for
+    steady step (weights, first kernels), `cell_s` the whole time that the cell took of its grid,
+    `predicted_bytes` the peak that was estimated beforehand (of the whole claim, as peak_bytes). `model` is None for
     somebody's own step.
     """
 
@@ -42,6 +43,7 @@ class Record:
     eval_s: float | None = None
     setup_s: float | None = None
     cell_s: float | None = None
+    predicted_bytes: int | None = None
     allocated_peak_bytes: int | None = None
     reserved_peak_bytes: int | None = None
     device_peak_bytes: int | None = None
@@ -95,8 +97,8 @@ class Record:
         for name in ("software", "readings"):
             if not isinstance(getattr(record, name), dict):
                 raise UserError(f"{name} must be an object")
-        for name in ("micro_s", "optimizer_s", "eval_s", "setup_s", "cell_s", "allocated_peak_bytes", "reserved_peak_bytes",
-                     "device_peak_bytes", "free_at_start_bytes"):
+        for name in ("micro_s", "optimizer_s", "eval_s", "setup_s", "cell_s", "predicted_bytes", "allocated_peak_bytes",
+                     "reserved_peak_bytes", "device_peak_bytes", "free_at_start_bytes"):
             value = getattr(record, name)
             if value is not None and not (_is_number(value) and value >= 0):
                 raise UserError(f"{name} is {value!r}; it must be a number of 0 or more, or null")

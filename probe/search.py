@@ -19,19 +19,28 @@ from probe.cliff import FALL, can_spill
 from probe.records import Record
 from trainer.units import format_bytes
 
+LONG = 0.05
+"""A plan takes a longer length while its best tok/s is within this of the overall best."""
 NEAR = 0.01
-OPTIMISM = 1.5
-FAR = 0.05
+OPTIMISM = 1.35
+FAR = 0.02
 CLIMB = 4
 MARGIN = 0.03
-DOUBT = 2.0
-TRIES = 3
+DOUBT = 1.5
+TRIES = 2
+GLOBAL = False
+ENDS = True
+FIRST = 1.0
+SCORE = True
+SURE = 1.35
 FAILED = ("oom", "spills", "thrashes")
 NOISE = 0.006
 PEAK_NOISE = 0.01
 ROUGHNESS = {0.0: 16, 0.01: 8, 0.02: 4, 0.04: 2, 0.08: 1, 0.16: 0.5}
 SHARED = {0.1: 1, 0.5: 1, 0.9: 4}
 STEPS = 14
+SPREAD = [1.0, 1.5, 1.5, 0.7]
+POWER = 4
 
 
 def unknown(cell: Cell) -> None:
@@ -52,8 +61,11 @@ def next_cell(cells: Sequence[Cell], known: Mapping[Cell, Record], limit_bytes: 
     if view.pick is None:
         return min(todo, key=_needs, default=None)
     worth = [c for c in todo if view.most_tok_s[c] > (1 + NEAR) * view.pick.tok_s]
+    beside = [c for c in todo if _beside(c, view)]
     if not worth:
-        return next((c for c in todo if _decides(c, view)), None)
+        return next(iter(beside), None)
+    if FIRST is not None and beside and all(view.expected[c] < FIRST * view.pick.tok_s for c in worth):
+        return beside[0] if not SCORE else max(beside, key=view.gain_per_s.get)
     largest = max(c.step.tokens for c, r in known.items() if r.status == "fits")
     reach = max(CLIMB * largest, min((c.step.tokens for c in todo if c.step.tokens > largest), default=0))
     safe = [c for c in todo if c.step.tokens <= reach or c in view.surely_fits]
@@ -81,6 +93,8 @@ class _View:
     most_tok_s: dict[Cell, float]
     gain_per_s: dict[Cell, float]
     surely_fits: set[Cell]
+    expected: dict[Cell, float]
+    sure: dict[Cell, float]
 
 
 @dataclass(frozen=True)
@@ -93,17 +107,21 @@ class _Curve:
         return self.weight @ (self.mean + sds * self.sd)
 
 
-def _decides(cell: Cell, view: _View) -> bool:
-    pick, most = view.pick.cell, view.most_tok_s[cell] / view.pick.tok_s
-    if most > 1 + NEAR:
-        return True
+def _beside(cell: Cell, view: _View) -> bool:
+    pick, most = view.pick.cell, view.sure[cell] / view.pick.tok_s
     if cell.length == pick.length:
         axis = sorted({c.batch for c in view.cells if c.length == pick.length})
+        if ENDS and most > 1 - FAR and cell.batch == max(c.batch for c in view.cells if c.length == pick.length and c not in view.hopeless):
+            return True
         return abs(axis.index(cell.batch) - axis.index(pick.batch)) == 1
     if cell.batch == pick.batch and most > 1 - FAR:
         axis = sorted({c.length for c in view.cells if c.batch == pick.batch})
         return abs(axis.index(cell.length) - axis.index(pick.length)) == 1
     return False
+
+
+def _decides(cell, view):
+    return view.most_tok_s[cell] > (1 + NEAR) * view.pick.tok_s or _beside(cell, view)
 
 
 def _needs(cell: Cell) -> tuple[int, int]:
@@ -132,7 +150,7 @@ def _survey(cells, known, limit_bytes, predict) -> _View:
     peak = _peaks(every, at, fits, failed, limit_bytes, predict)
     hopeless, chance = _hopeless(every, at, known, failed, limit_bytes, peak, pick)
     if pick is None:
-        return _View(cells, pick, hopeless, {}, {}, set())
+        return _View(cells, pick, hopeless, {}, {}, set(), {}, {})
     time = _times(every, at, fits)
     log_tokens = np.log([c.step.tokens for c in every])
     most = np.exp(log_tokens - time.at(-OPTIMISM))
@@ -143,7 +161,8 @@ def _survey(cells, known, limit_bytes, predict) -> _View:
     if peak is not None and limit_bytes:
         sure = {c for c, top in zip(every, peak.at(DOUBT), strict=True) if top < math.log(limit_bytes)}
     return _View(cells, pick, hopeless, dict(zip(every, most.tolist(), strict=True)),
-                 dict(zip(every, (gain * chance / cost_s).tolist(), strict=True)), sure)
+                 dict(zip(every, (gain * chance / cost_s).tolist(), strict=True)), sure,
+                 dict(zip(every, np.exp(log_tokens - time.at(0)).tolist(), strict=True)), dict(zip(every, np.exp(log_tokens - time.at(-SURE)).tolist(), strict=True)))
 
 
 def _hopeless(every, at, known, failed, limit_bytes, peak, pick):
@@ -162,12 +181,17 @@ def _hopeless(every, at, known, failed, limit_bytes, peak, pick):
     bounds += [(mean[at[r.cell]], sd[at[r.cell]],
                 f"is over {format_bytes(math.exp(mean[at[r.cell]]))}, with which {_name(r.cell)} ended in {r.status}")
                for r in failed]
-    for bound, doubt, words in bounds:
-        excess = (mean - bound) / np.sqrt(sd**2 + doubt**2 + (MARGIN / DOUBT)**2)
-        chance = np.minimum(chance, _normal(-excess))
-        reasons = {c: f"predicted {format_bytes(math.exp(mean[at[c]]))} {words}" for c in todo if excess[at[c]] > DOUBT} | reasons
+    if not bounds:
+        return reasons, chance
+    bound, doubt, words = min(bounds)
+    sd = np.sqrt(sd**2 + doubt**2 + (MARGIN / DOUBT)**2)
+    reasons = {c: f"predicted {format_bytes(math.exp(mean[at[c]]))} {words}" for c in todo
+               if mean[at[c]] - bound > DOUBT * sd[at[c]]} | reasons
+    most = max((mean[at[c]] for c, r in known.items() if r.status == "fits"), default=bound)
+    room = np.linspace(min(most, bound), bound, 9) if doubt else np.array([bound])
+    chance = _normal((room[:, None] - mean) / sd).mean(0)
     for c in todo:
-        if sum(r.cell.length == c.length and mean[at[r.cell]] <= mean[at[c]] for r in failed) >= TRIES:
+        if sum((GLOBAL or r.cell.length == c.length) and mean[at[r.cell]] <= mean[at[c]] for r in failed) >= TRIES:
             reasons.setdefault(c, f"{TRIES} cells of this length that need no more memory failed")
     return reasons, chance
 
@@ -182,9 +206,9 @@ def _times(every, at, fits) -> _Curve:
 
     def log_step_s(logs):
         floor, fixed, per_token, attention = np.exp(logs)
-        return np.log(floor**4 + (fixed + per_token * tokens * (1 + attention * length))**4) / 4
+        return np.log(floor**POWER + (fixed + per_token * tokens * (1 + attention * length))**POWER) / POWER
     center = np.log([step_s.min(), 0.3 * step_s.min(), (step_s / tokens[seen]).min(), attention])
-    return _curve(log_step_s, center, np.array([1.0, 1.5, 1.5, 0.7]), every, seen, np.log(step_s), NOISE)
+    return _curve(log_step_s, center, np.array(SPREAD), every, seen, np.log(step_s), NOISE)
 
 
 def _peaks(every, at, fits, failed, limit_bytes, predict) -> _Curve | None:
@@ -204,11 +228,13 @@ def _peaks(every, at, fits, failed, limit_bytes, predict) -> _Curve | None:
         return np.log(np.exp(logs[0]) + np.exp(logs[1]) * needs)
     seen, logs = [at[r.cell] for r in fits], [math.log(r.peak_bytes) for r in fits]
     curve = _curve(log_peak, center, spread, every, seen, np.array(logs), PEAK_NOISE)
-    for r in failed:
-        least = math.log(max(limit_bytes or 1, r.peak_bytes or 1))
-        if curve.at(0)[at[r.cell]] < least:
-            seen, logs = [*seen, at[r.cell]], [*logs, least]
-    return _curve(log_peak, center, spread, every, seen, np.array(logs), PEAK_NOISE)
+    expected = curve.at(0)
+    least = {at[r.cell]: math.log(max(limit_bytes or 1, r.peak_bytes or 1)) for r in failed}
+    more = [i for i, value in least.items() if expected[i] < value]
+    if not more:
+        return curve
+    logs += [least[i] for i in more]
+    return _curve(log_peak, center, spread, every, seen + more, np.array(logs), PEAK_NOISE)
 
 
 def _curve(log_trend, center, spread, every, seen, logs, noise) -> _Curve:
@@ -221,7 +247,10 @@ def _curve(log_trend, center, spread, every, seen, logs, noise) -> _Curve:
         here, slope = slopes(best_fit)
         pull = slope[seen].T @ (logs - here[seen]) / 0.03**2 + (center - best_fit) / spread**2
         stiff = slope[seen].T @ slope[seen] / 0.03**2 + np.diag(1 / spread**2)
-        best_fit = best_fit + np.clip(np.linalg.solve(stiff, pull), -1, 1)
+        step = np.clip(np.linalg.solve(stiff, pull), -1, 1)
+        best_fit = best_fit + step
+        if np.abs(step).max() < 1e-3:
+            break
     here, slope = slopes(best_fit)
     before = here + slope @ (center - best_fit)
     trend = (slope * spread**2) @ slope.T
@@ -246,17 +275,15 @@ def _normal(z: np.ndarray) -> np.ndarray:
     return 0.5 * (1 + np.vectorize(math.erf)(z / math.sqrt(2)))
 
 
-NEAR = 0.05
-
-
-def picks(records, limit_bytes):
-    """What a plan may take."""
-    found = {}
-    for plane in planes(r.cell for r in records):
-        of_plane = [r for r in records if r.cell in plane]
-        top = best(of_plane, limit_bytes)
-        if top:
-            longest = max((r for r in of_plane if r.status == "fits" and (not limit_bytes or (r.peak_bytes or 0) <= limit_bytes)
-                           and r.tok_s >= (1 - NEAR) * top.tok_s), key=lambda r: (r.cell.length, r.tok_s))
+def picks(records: Iterable[Record], limit_bytes: int | None) -> list[Record]:
+    """Of each plane the pick, and the fastest of the longest length that comes near it: what a plan may take, and so what
+    is worth measuring with accumulation."""
+    found: dict[Cell, Record] = {}
+    by_cell = {r.cell: r for r in records}
+    for plane in planes(by_cell):
+        within = [by_cell[c] for c in plane if best([by_cell[c]], limit_bytes)]
+        if within:
+            top = best(within, limit_bytes)
+            longest = max((r for r in within if r.tok_s >= (1 - LONG) * top.tok_s), key=lambda r: (r.cell.length, r.tok_s))
             found |= {top.cell: top, longest.cell: longest}
     return list(found.values())

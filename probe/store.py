@@ -19,13 +19,22 @@ class Store:
         self.folder = results / facts.fingerprint
         self.records = self.folder / "records.jsonl"
         self.cliff_file = self.folder / "cliff.json"
-        path = self.folder / "device.json"
-        if path.exists():
-            old = read_json(path, "device file").get("total_bytes")
-            if isinstance(old, (int, float)) and abs(old / facts.total_bytes - 1) > 0.02:
-                raise UserError(f"{self.folder} was measured on a {facts.name} with {old / 1e9:.1f} GB, and this one has "
+        self._path = self.folder / "device.json"
+        self.device = {"schema": 1, **dataclasses.asdict(facts), **extra}
+        if self._path.exists():
+            old = read_json(self._path, "device file")
+            size = old.get("total_bytes")
+            if isinstance(size, (int, float)) and abs(size / facts.total_bytes - 1) > 0.02:
+                raise UserError(f"{self.folder} was measured on a {facts.name} with {size / 1e9:.1f} GB, and this one has "
                                 f"{facts.total_bytes / 1e9:.1f} GB; keep them apart with --results DIR")
-        write_json(path, {"schema": 1, **dataclasses.asdict(facts), **extra})
+            if all(old.get(name) == getattr(facts, name) for name in ("torch", "cuda", "driver")):
+                self.device["memory"] = old.get("memory")  # what another build takes must be measured again
+        write_json(self._path, self.device)
+
+    def keep_memory(self, memory: dict) -> None:
+        """Notes what the device takes beside a step's tensors: fields of probe.estimate.CardMemory."""
+        self.device["memory"] = memory
+        write_json(self._path, self.device)
 
     def cliff(self) -> Cliff | None:
         return Cliff.load(self.cliff_file)

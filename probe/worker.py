@@ -80,9 +80,9 @@ class Workers:
 
     def run(self, function: str, args: tuple, seconds: float, host: bool = False,
             certain: Callable[[dict], str | None] = lambda progress: None) -> Outcome:
-        """Calls "module:function"(*args, report) elsewhere; `report` takes a dict of progress. Ends it `seconds` after it was
-        called, or when `certain` says why it need not go on, given the progress with its `seconds` and `quiet_s` since the
-        last report. With `host`, where this machine's own memory is what is measured, the process is started anew (a fork
+        """Calls "module:function"(*args, report) elsewhere; `report` takes a dict of progress. Ends it `seconds` after it
+        was called, or when `certain` says why it need not go on, given the progress with its `seconds` and `quiet_s` since
+        the last report. With `host`, where this machine's own memory is what is measured, the process is started anew (a fork
         does not count the library pages that its server read: 55 MB less than a run takes) and ended when the machine runs
         out of memory."""
         if host:

@@ -1,6 +1,7 @@
 """The command `train`, and what the three commands share: one line for an error, one object for --json."""
 
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -29,7 +30,11 @@ def guarded(command: click.Command, name: str) -> None:
     except click.ClickException as e:
         code = _fail(e.format_message(), 2)
     except (KeyboardInterrupt, click.Abort):
-        code = 130
+        # at once: where it came in the middle of an exec (a dataclass being made), CPython would end by SIGINT in spite of us
+        for stream in (sys.stdout, sys.stderr):
+            with unread(stream):
+                stream.flush()
+        os._exit(130)
     sys.exit(code if isinstance(code, int) else 0)
 
 
