@@ -4,8 +4,8 @@ All figures are paper figures, none was measured here. Memory, bandwidth, CUDA c
 those that NVIDIA states on its product pages and in architecture white papers, partly read from reviews that repeat them,
 for the reference clock (a Founders Edition's may be 6% higher, a partner's more); fp32 is 2 x cores x boost clock, multiply
 and add per core and cycle without Tensor Cores. Data center cards have the "FP32" or "single precision" and the bandwidth
-that NVIDIA's datasheets are quoted with. Compute capabilities are from developer.nvidia.com/cuda-gpus and cuda-legacy-gpus. A card's own
-product rate may be well off its paper rate (an H200's is 25% below). Laptop versions are other cards.
+that NVIDIA's datasheets are quoted with. Compute capabilities are from developer.nvidia.com/cuda-gpus and cuda-legacy-gpus.
+A card's own product rate may be well off its paper rate (an H200's is 25% below). Laptop versions are other cards.
 """
 
 import difflib

@@ -180,11 +180,11 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
                 progress.advance(task)
 
             measured = bench.run(cells, every_cell, again, show)
+            pick = search.best(measured, limit_bytes)
             if accums is None and update == "after" and not step:
                 twins = [dataclasses.replace(r.cell, accum=2) for r in search.picks(measured, limit_bytes)]
                 measured += bench.run(twins, True, again, show)
     pictures = draw(measured, facts.name, limit_bytes, known, store.folder)
-    pick = search.best(measured, limit_bytes)
     if pick:
         fitting = sum(r.status == "fits" for r in measured)
         out.say(f"pick: B={pick.cell.batch} L={pick.cell.length} with {pick.tok_s:,.0f} tok/s at "

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -30,31 +31,21 @@ class _Worker:
 
     def __init__(self, context, ready: bool) -> None:
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_child, args=(theirs, ready), daemon=True)
+        # named here and made there, so that whichever of the two outlives the other can remove it
+        self._folder = Path(tempfile.gettempdir()) / f"probe-{uuid.uuid4().hex}"
+        self.process = context.Process(target=_child, args=(theirs, str(self._folder), ready), daemon=True)
         self.process.start()
         theirs.close()
-        self._folder = None
-
-    def hear(self) -> tuple[str, dict]:
-        """The next (kind, value) that it tells; EOFError or OSError when it has ended."""
-        kind, value = self.pipe.recv()
-        if kind == "folder":
-            self._folder, kind, value = Path(value), "progress", {}
-        return kind, value
 
     def end(self) -> str:
         """Ends it, and returns the end of what it printed."""
         self.process.kill()
         self.process.join()
-        with contextlib.suppress(EOFError, OSError):
-            while self._folder is None:
-                self.hear()
         self.pipe.close()
         tail = ""
-        if self._folder:
-            with contextlib.suppress(OSError):
-                tail = (self._folder / "printed").read_text(errors="replace")[-2000:]
-            shutil.rmtree(self._folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            tail = (self._folder / "printed").read_text(errors="replace")[-2000:]
+        shutil.rmtree(self._folder, ignore_errors=True)
         return tail
 
 
@@ -82,9 +73,9 @@ class Workers:
             certain: Callable[[dict], str | None] = lambda progress: None) -> Outcome:
         """Calls "module:function"(*args, report) elsewhere; `report` takes a dict of progress. Ends it `seconds` after it
         was called, or when `certain` says why it need not go on, given the progress with its `seconds` and `quiet_s` since
-        the last report. With `host`, where this machine's own memory is what is measured, the process is started anew (a fork
-        does not count the library pages that its server read: 55 MB less than a run takes) and ended when the machine runs
-        out of memory."""
+        the last report. With `host`, where this machine's own memory is what is measured, the process is started anew (a
+        fork does not count the library pages that its server read: 55 MB less than a run takes) and ended when the machine
+        runs out of memory."""
         if host:
             worker = _Worker(self._anew, ready=False)
         elif self._fork:
@@ -114,7 +105,7 @@ def _follow(worker: _Worker, seconds: float, host: bool, certain) -> dict:
         if ready:
             heard = now
             try:
-                kind, value = worker.hear()
+                kind, value = worker.pipe.recv()
             except (EOFError, OSError):
                 worker.process.join()
                 return {"progress": progress}
@@ -145,11 +136,10 @@ def _resident(pid: int) -> int:
         return 0
 
 
-def _child(pipe: Connection, ready: bool) -> None:
+def _child(pipe: Connection, folder: str, ready: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides what it means
-    folder = tempfile.mkdtemp(prefix="probe-")  # made here, so that whichever of the two outlives the other removes it
-    with contextlib.suppress(OSError):
-        pipe.send(("folder", folder))
+    signal.signal(signal.SIGTERM, lambda *how: _leave(folder))  # sent where the parent was interrupted while it started this
+    os.mkdir(folder, 0o700)
     out = os.open(os.path.join(folder, "printed"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)

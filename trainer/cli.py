@@ -1,5 +1,6 @@
 """The command `train`, and what the three commands share: one line for an error, one object for --json."""
 
+import atexit
 import json
 import os
 import signal
@@ -30,7 +31,10 @@ def guarded(command: click.Command, name: str) -> None:
     except click.ClickException as e:
         code = _fail(e.format_message(), 2)
     except (KeyboardInterrupt, click.Abort):
-        # at once: where it came in the middle of an exec (a dataclass being made), CPython would end by SIGINT in spite of us
+        # not by sys.exit: had it come in the middle of an exec (a dataclass being made), CPython would end by SIGINT
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             with unread(stream):
                 stream.flush()

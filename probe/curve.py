@@ -1,0 +1,122 @@
+"""Curves through few records: seconds of a step and bytes of its peak over batch and length, with how sure they are. Pure.
+
+What a trend misses is roughness (batches quantised by the hardware, bumps of an allocator): independent from cell to cell,
+in part shared by the cells of one batch. How rough a card is isn't assumed but weighed: each roughness has a curve of its
+own, and the records say how much each is believed (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2.7 and
+5.4). All values are logarithms, so that a spread is a share.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from probe.cell import Cell
+from probe.records import Record
+
+ROUGHNESS = {0.0: 16, 0.01: 8, 0.02: 4, 0.04: 2, 0.08: 1, 0.16: 0.5}
+"""Standard deviations that are weighed, and the odds of each beforehand: most cards are smooth (an H200's times lie within
+2% of the trend), and a matrix product's waves reach 16%."""
+SHARED = {0.1: 1, 0.5: 1, 0.9: 4}
+"""Parts of it that the cells of one batch share, and their odds: waves come with the batch."""
+TIME_NOISE, PEAK_NOISE = 0.006, 0.01
+"""Of a measured median from one process to the next on an H200, and of a peak."""
+TRUST = 0.03
+"""How near to the records the trend is drawn before roughness is weighed."""
+SHARPNESS = 4
+"""How sharply a step's time bends from the launch floor to the work: at 4 both count for 19% where they are equal."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A mixture of normal distributions of the logarithm at each cell: `weight` (curves), `mean`, `sd` (curves, cells)."""
+
+    weight: np.ndarray
+    mean: np.ndarray
+    sd: np.ndarray
+
+    def at(self, sds: float) -> np.ndarray:
+        """The logarithm so many standard deviations from what is expected, one value a cell."""
+        return self.weight @ (self.mean + sds * self.sd)
+
+
+def step_times(cells: Sequence[Cell], fits: Sequence[Record]) -> Curve:
+    """log seconds of a step: the launch floor, or fixed + per_token x tokens x (1 + attention x length)."""
+    tokens = np.array([c.step.tokens for c in cells], float)
+    length = np.array([c.length for c in cells], float)
+    step_s = np.array([r.median_step_s for r in fits])
+    seen = [cells.index(r.cell) for r in fits]
+    model = fits[0].model
+    # attention's operations count 1.7 times: torch's fp32 kernel runs at 30 of an H200's 51 TFLOP/s; of somebody's own
+    # step nothing is known, and a third more at 1024 is a guess that its records correct
+    attention = 1.7 * (model.flops_per_token(1024) / model.flops_per_token(0) - 1) / 1024 if model else 0.3 / 1024
+
+    def log_step_s(logs: np.ndarray) -> np.ndarray:
+        floor, fixed, per_token, attention = np.exp(logs)
+        return np.log(floor**SHARPNESS + (fixed + per_token * tokens * (1 + attention * length))**SHARPNESS) / SHARPNESS
+    center = np.log([step_s.min(), 0.3 * step_s.min(), (step_s / tokens[seen]).min(), attention])
+    return _fit(log_step_s, center, np.array([1.0, 1.5, 1.5, 0.7]), cells, seen, np.log(step_s), TIME_NOISE)
+
+
+def peaks(cells: Sequence[Cell], fits: Sequence[Record], at_least: dict[Cell, int],
+          predicted: Sequence[int | None]) -> Curve | None:
+    """log bytes of the peak: static + a share of what was `predicted`, or of the tokens where that is unknown; None if
+    neither tells anything. `at_least` has bytes that failed cells need more of."""
+    fits = [r for r in fits if r.peak_bytes]
+    if None not in predicted:
+        needs = np.array(predicted, float)
+        center, spread = np.log([0.05 * needs.min(), 0.95]), np.array([1.0, 0.15])
+    elif fits:
+        needs = np.array([c.step.tokens for c in cells], float)
+        least = min(fits, key=lambda r: r.peak_bytes)
+        center = np.log([0.8 * least.peak_bytes, 0.2 * least.peak_bytes / least.cell.step.tokens])
+        spread = np.array([0.7, 1.5])
+    else:
+        return None
+
+    def log_peak(logs: np.ndarray) -> np.ndarray:
+        return np.log(np.exp(logs[0]) + np.exp(logs[1]) * needs)
+    seen, logs = [cells.index(r.cell) for r in fits], [math.log(r.peak_bytes) for r in fits]
+    curve = _fit(log_peak, center, spread, cells, seen, np.array(logs), PEAK_NOISE)
+    expected = curve.at(0)
+    short = {cells.index(c): math.log(size) for c, size in at_least.items() if expected[cells.index(c)] < math.log(size)}
+    if not short:
+        return curve
+    return _fit(log_peak, center, spread, cells, [*seen, *short], np.array([*logs, *short.values()]), PEAK_NOISE)
+
+
+def _fit(log_trend: Callable[[np.ndarray], np.ndarray], center: np.ndarray, spread: np.ndarray, cells: Sequence[Cell],
+         seen: list[int], logs: np.ndarray, noise: float) -> Curve:
+    """The trend's parameters start as `center` with standard deviations `spread`, all logarithms; `logs` are the values of
+    the cells `seen`. The trend is made straight where it fits best, and then everything is normal."""
+    def slopes(at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        here = log_trend(at)
+        return here, np.stack([(log_trend(at + h) - here) / 1e-5 for h in 1e-5 * np.eye(len(at))], axis=1)
+
+    fitted = center
+    for _ in range(20):
+        here, slope = slopes(fitted)
+        pull = slope[seen].T @ (logs - here[seen]) / TRUST**2 + (center - fitted) / spread**2
+        stiff = slope[seen].T @ slope[seen] / TRUST**2 + np.diag(1 / spread**2)
+        step = np.clip(np.linalg.solve(stiff, pull), -1, 1)
+        fitted = fitted + step
+        if np.abs(step).max() < 1e-3:
+            break
+    here, slope = slopes(fitted)
+    before = here + slope @ (center - fitted)
+    trend = (slope * spread**2) @ slope.T
+    batch = np.array([c.batch for c in cells])
+    same = batch[:, None] == batch
+    evidence, means, sds = [], [], []
+    for rough, odds in ROUGHNESS.items():
+        for shared, odds_shared in SHARED.items():
+            prior = trend + rough**2 * (shared * same + (1 - shared) * np.eye(len(cells)))
+            root = np.linalg.cholesky(prior[np.ix_(seen, seen)] + noise**2 * np.eye(len(seen)))
+            miss = np.linalg.solve(root, logs - before[seen])
+            link = np.linalg.solve(root, prior[seen])
+            evidence.append(math.log(odds * odds_shared) - miss @ miss / 2 - np.log(np.diag(root)).sum())
+            means.append(before + link.T @ miss)
+            sds.append(np.sqrt(np.maximum(np.diag(prior) - (link**2).sum(0), 1e-8)))
+    weight = np.exp(np.array(evidence) - max(evidence))
+    return Curve(weight / weight.sum(), np.array(means), np.array(sds))
