@@ -84,15 +84,17 @@ class Bench:
                  limit_bytes: int | None, memory: CardMemory, say: Callable[[str], None]) -> None:
         self.workers, self.device, self.facts, self.path, self.seconds = workers, device, facts, path, seconds
         self.limit_bytes, self.memory = limit_bytes, memory
+        self._predicted: dict[Cell, int | None] = {}  # the search asks again and again, at 30 ms each
         self.card = Card(facts.total_bytes, facts.kind != "cpu", cliff)
         known = records.load(path, say) if path.exists() else []
         self.newest = {cell: r for (name, cell), r in records.latest(known).items() if name == facts.fingerprint}
 
     def predict(self, cell: Cell) -> int | None:
         """Bytes of the process's whole claim; None for somebody's own step, and where there is no estimate."""
-        if cell.is_foreign or self.facts.kind not in ("cuda", "cpu"):
-            return None
-        return estimate(cell, self.memory).device_bytes
+        if cell not in self._predicted:
+            known = not cell.is_foreign and self.facts.kind in ("cuda", "cpu")
+            self._predicted[cell] = estimate(cell, self.memory).device_bytes if known else None
+        return self._predicted[cell]
 
     def measure(self, cell: Cell) -> Record:
         """Runs one cell, judges it and puts it on disk. Its process is ended when it takes half a minute, for the context

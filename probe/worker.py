@@ -157,6 +157,8 @@ def _child(pipe: Connection, folder: str, ready: bool) -> None:
         answer = ("measured", call(*args, lambda progress: pipe.send(("progress", progress))))
     except BaseException as e:  # whatever it was, the parent must hear of it; this process ends here
         answer = ("error", (type(e).__name__, str(e)))
+    # what was printed is read only where there is no answer; removed here, it is gone even if the parent is killed next
+    shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         pipe.send(answer)
     os._exit(0)  # tearing torch down takes longer than the system does, and may hang after a card's failure

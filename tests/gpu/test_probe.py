@@ -8,7 +8,8 @@ pytestmark = pytest.mark.gpu
 
 
 def test_out_of_memory_is_a_record_and_the_grid_goes_on(command):
-    done = command("probe", "grid", "--model", "10M", "--batch", "100000,1", "--length", "256", "--seconds", "2", "--json")
+    done = command("probe", "grid", "--model", "10M", "--batch", "100000,1", "--accum", "1",
+                   "--length", "256", "--seconds", "2", "--every-cell", "--json")
     assert done.returncode == 0, done.stderr
     small, large = json.loads(done.stdout)["cells"]
     assert (small["status"], large["status"]) == ("fits", "oom")
