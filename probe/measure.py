@@ -89,7 +89,8 @@ def measure(cell: Cell, name: str, uuid: str, seconds: float, card: Card, slow_s
                     if spill(note(), cell, card):
                         raise _Spilled
                     looked = time.perf_counter()
-            if slow_s and len(times) >= SLOW_STEPS and min(t.step_s for t in times[-SLOW_STEPS:]) > slow_s:
+            is_slow = slow_s and len(times) >= SLOW_STEPS and min(t.step_s for t in times[-SLOW_STEPS:]) > slow_s
+            if is_slow and not nvml.readings(uuid).get("throttle", 0) & device.THROTTLED:  # heat is no spill
                 raise _Spilled
         times.append(pace.drain())
 
