@@ -59,7 +59,7 @@ def device_memory(workers: Workers, device: str, facts: DeviceFacts) -> dict:
     """What the device takes beside a step's tensors, by a small cell of each kind: fields of CardMemory, in bytes. Empty
     where nothing can be read."""
     def peaks(engine: str) -> tuple[Cell, dict]:
-        cell = Cell("10M", 2, 128, engine=engine)
+        cell = Cell("10M", 2, 128, engine=engine) if facts.kind != "cpu" else Cell("1M", 2, 64, vocab=500)
         card = Card(facts.total_bytes, facts.kind != "cpu")
         arguments = (cell, device, facts.uuid, 0.5, card, None)
         return cell, ask(workers, "probe.measure:measure", arguments, host=not card.is_card)
