@@ -21,8 +21,7 @@ from trainer.usage import Claim
 
 WARM_S = 0.5
 """Least warm-up: an H200 needs about as long to raise its clock from idle."""
-MAX_STEPS = 64
-"""Steps after which a median that is still not sure to 1% won't be: an H200's host made steps of 26 ms vary by a third."""
+MAX_STEPS = 200
 SLOW_STEPS = 3
 """Steps that show a spill by their time alone."""
 LOOK_S = 1.0
