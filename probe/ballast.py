@@ -11,7 +11,8 @@ COLLAPSE = 3.0
 slower in a block of 2 MB and 50 in one of 128 on an H200; PCIe 3 is 16 times slower than a GTX 1060's memory."""
 
 BLOCKS = 64
-"""A card's memory is taken in so many blocks, so that passes over all of them take 2 s on an H200 and on a GTX 1060."""
+"""A card's memory is taken in so many blocks, so that passes over all of them take 3 s on an H200 and, by its
+bandwidth, on a GTX 1060."""
 
 FINEST_BYTES = 16 << 20
 """Blocks are halved down to this: torch's allocator takes whole segments of 20 MB for less than 10."""

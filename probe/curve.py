@@ -16,12 +16,11 @@ from probe.cell import Cell
 from probe.records import Record
 
 ROUGHNESS = {0.0: 16, 0.01: 8, 0.02: 4, 0.04: 2, 0.08: 1, 0.16: 0.5}
-"""Standard deviations that are weighed, and the odds of each beforehand: most cards are smooth (an H200's times lie within
-2% of the trend), and a matrix product's waves reach 16%."""
+"""Standard deviations that are weighed, and the odds of each beforehand: an assumption, that smooth cards are commoner."""
 SHARED = {0.1: 1, 0.5: 1, 0.9: 4}
-"""Parts of it that the cells of one batch share, and their odds: waves come with the batch."""
+"""Parts of it that the cells of one batch share, and their odds: assumed, since waves come with the batch."""
 TIME_NOISE, PEAK_NOISE = 0.006, 0.01
-"""Of a measured median from one process to the next on an H200, and of a peak."""
+"""Assumed of a measured median and of a peak; large cells of an H200 came back within 0.1% from run to run."""
 TRUST = 0.03
 """How near to the records the trend is drawn before roughness is weighed."""
 SHARPNESS = 4

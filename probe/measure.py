@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-import torch._dynamo  # which the first optimizer step would import, 4 s on a laptop: a process that stands ready has it
+import torch._dynamo  # which the first optimizer step would import, 4 s on an H200's host: what stands ready has it
 
 from probe import anystep
 from probe.cell import Cell, shape
@@ -25,7 +25,7 @@ MAX_STEPS = 200
 SLOW_STEPS = 3
 """Steps that show a spill by their time alone."""
 LOOK_S = 1.0
-"""Time between looks at the counters while steps are timed; a look takes 0.1 ms on Linux."""
+"""Time between looks at the counters while steps are timed: the driver is asked as seldom as a spill still shows in time."""
 
 
 def look(name: str | None, folder: str, report) -> dict:

@@ -19,8 +19,8 @@ been reported to cost 26% of the speed. Only growth: a healthy process may hold 
 
 OTHERS_GREW_BYTES = 256 << 20
 OTHERS_BUSY_PERCENT = 10
-"""Others' use of the card beyond which a measurement is not the cell's own: a desktop that draws stays below both, another
-training job is above 50%."""
+"""Others' use of the card beyond which a measurement is not the cell's own: a product loop beside a cell read 50%, a card
+with nobody else on it nothing, and 9 MB. That a desktop stays below both is assumed."""
 
 OTHERS_SHARE = 0.1
 """A failure for want of memory is no verdict on the cell while one other process holds this share of the card."""
@@ -29,7 +29,8 @@ QUIET_S = 10.0
 """A step that takes this long, and longer than a smaller cell excuses, need not end."""
 
 FIRST_S = {"eager": 30.0, "graph": 30.0, "compile": 300.0}
-"""What the first step may take beyond that: kernels are loaded (seconds on a laptop), or compiled (31 s on an H200)."""
+"""What the first step may take beyond that: kernels are loaded (0.4 s on an H200; elsewhere not
+seen), or compiled (31 s there)."""
 
 
 @dataclass(frozen=True)

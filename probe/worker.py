@@ -23,7 +23,7 @@ GRACE_BYTES = 1 << 29
 TICK_S = 0.25
 
 START_S = 120
-"""A start of Python and an import of torch that take longer are taken for a hang; 20 s were seen on a busy laptop."""
+"""A start of Python and an import of torch that take longer are taken for a hang; 9 s were seen on an H200's host."""
 
 
 class _Worker:

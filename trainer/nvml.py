@@ -66,7 +66,7 @@ def utilization_since(uuid: str, begin: float) -> dict[int, float]:
     found: dict[int, list[int]] = {}
     samples = _ask("nvmlDeviceGetProcessUtilization", _handle(uuid), int(begin * 1e6)) if uuid else None
     for sample in samples or ():
-        if sample.timeStamp > begin * 1e6 and sample.smUtil <= 100:  # the driver also hands out slots it never filled
+        if sample.timeStamp > begin * 1e6 and sample.smUtil <= 100:  # a percentage, else no reading
             found.setdefault(sample.pid, []).append(sample.smUtil)
     return {pid: sum(values) / len(values) for pid, values in found.items()}
 
