@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from pathlib import Path
 
 import click
@@ -11,6 +12,29 @@ from trainer.errors import NoPlan, UserError
 
 results_option = click.option("--results", default="results", show_default=True, type=click.Path(path_type=Path),
                               metavar="DIR", help="Where records are kept.")
+
+length_option = click.option("--length", "lengths", default="256,512,1024", show_default=True, metavar="256,512",
+                             help="Tokens in a sequence.")
+
+
+def _options(*options):
+    """Several options as one decorator, for commands that share them."""
+    return lambda command: functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
+
+
+of_a_step = _options(
+    click.option("--engine", "engines", default="eager", show_default=True, metavar="E", help="eager, graph or compile."),
+    click.option("--recompute", "recomputes", default="none", show_default=True, metavar="R",
+                 help="none, elementwise or block."),
+    click.option("--update", default="after", show_default=True, type=click.Choice(["after", "backward"]),
+                 help="Update parameters after the backward pass, or in it: no accumulation and no clip, less memory."),
+    click.option("--vocab", default="32000", show_default=True, metavar="N", help="Entries of the vocabulary."))
+
+of_what_is_measured = _options(
+    click.option("--model", metavar="M", help="Only this size, or this step."),
+    click.option("--device", metavar="NAME", help="A folder under results/.  [default: this machine's, else the only one]"),
+    click.option("--limit", metavar="5GB", help="Mark what is above it.  [default: 97% of the cliff]"),
+    results_option, json_option)
 
 MAPS = 12
 """More series than this are shown a line each: a page holds no more maps."""
@@ -96,16 +120,10 @@ def cliff(device, results, as_json) -> None:
 @click.option("--step", metavar="MODULE:FUNCTION", help="Instead of --model: your own training step (see the README).")
 @click.option("--batch", "batches", default="1,2,3,4,6,8,12,16,24,32", show_default=True, metavar="1,2,4",
               help="Sequences in a micro-step.")
-@click.option("--length", "lengths", default="256,512,1024", show_default=True, metavar="256,512",
-              help="Tokens in a sequence.")
+@length_option
 @click.option("--accum", "accums", metavar="1,2", help="Micro-steps in a step; 2 stands for every number above 1.  "
                                                        "[default: 1, and 2 for what may be picked]")
-@click.option("--engine", "engines", default="eager", show_default=True, metavar="E", help="eager, graph or compile.")
-@click.option("--recompute", "recomputes", default="none", show_default=True, metavar="R",
-              help="none, elementwise or block.")
-@click.option("--update", default="after", show_default=True, type=click.Choice(["after", "backward"]),
-              help="Update parameters after the backward pass, or in it: no accumulation and no clip, less memory.")
-@click.option("--vocab", default="32000", show_default=True, metavar="N", help="Entries of the vocabulary.")
+@of_a_step
 @click.option("--limit", metavar="5GB", help="Memory that may be used.  [default: 97% of the cliff]")
 @click.option("--seconds", default=10.0, show_default=True, type=click.FloatRange(1, 3600), help="Time for each cell.")
 @click.option("--every-cell", is_flag=True, help="Measure all cells, not only what the pick needs.")
@@ -124,7 +142,6 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
 
     from probe import search, table
     from probe.cell import Cell, shape
-    from probe.cell import grid as cells_of
     from probe.cliff import default_limit
     from probe.estimate import CardMemory
     from probe.grid import Bench, ask, device_memory, find_cliff
@@ -132,17 +149,13 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
     from probe.store import alone
     from trainer.config import OptimizerConfig, clip_for, refuse_update
     from trainer.device import refuse_engine
-    from trainer.units import format_bytes, parse_bytes, parse_count, parse_ints
+    from trainer.units import format_bytes, parse_bytes
 
     if (models is None) == (step is None):
         raise click.UsageError("a grid needs either --model (sizes, such as 150M) or --step package.module:make_step")
     out = Output(as_json)
     asked = given(limit, parse_bytes, "--limit")
-    cells = cells_of(_names(models or step), parse_ints(batches, "--batch"), parse_ints(lengths, "--length"),
-                     given(accums, parse_ints, "--accum") or (1,), _names(engines), _names(recomputes),
-                     parse_count(vocab, "--vocab"), update)
-    if not cells:
-        raise click.UsageError("--model, --engine and --recompute each need a name")
+    cells = _cells(models or step, batches, lengths, "1" if accums is None else accums, engines, recomputes, vocab, update)
     for cell in cells:  # what can't be is told before the device is asked
         if shape(cell) is None and (step is None or cell.step != Cell(cell.model, cell.batch, cell.length).step):
             raise UserError("--model takes sizes, such as 150M" if step is None else
@@ -203,14 +216,9 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
 @click.option("--model", "models", required=True, metavar="M[,M]", help="Sizes, such as 150M or 10M,50M.")
 @click.option("--batch", "batches", default="1,2,4,8,16,32", show_default=True, metavar="1,2,4",
               help="Sequences in a micro-step.")
-@click.option("--length", "lengths", default="256,512,1024", show_default=True, metavar="256,512",
-              help="Tokens in a sequence.")
+@length_option
 @click.option("--accum", "accums", default="1", show_default=True, metavar="1,2", help="Micro-steps in a step.")
-@click.option("--engine", "engines", default="eager", show_default=True, metavar="E", help="eager, graph or compile.")
-@click.option("--recompute", "recomputes", default="none", show_default=True, metavar="R",
-              help="none, elementwise or block.")
-@click.option("--update", default="after", show_default=True, type=click.Choice(["after", "backward"]))
-@click.option("--vocab", default="32000", show_default=True, metavar="N", help="Entries of the vocabulary.")
+@of_a_step
 @click.option("--card", metavar="NAME", help='A card that is not here, such as "RTX 3060 12GB", by its paper figures.')
 @click.option("--device", metavar="NAME", help="A measured device, a folder under results/.  [default: this machine's]")
 @results_option
@@ -221,19 +229,13 @@ def estimate(models, batches, lengths, accums, engines, recomputes, update, voca
     One cell is told part by part, several as a table. With --card the table says what would fit under which limit.
     """
     from probe import cards
-    from probe.cell import grid as cells_of
     from probe.cell import planes, shape
     from probe.estimate import CardMemory
     from probe.estimate import estimate as estimated
     from probe.report import ESTIMATE_HEAD, estimate_lines, estimate_rows, memory_of
-    from trainer.units import parse_count, parse_ints
 
     out = Output(as_json)
-    cells = cells_of(_names(models), parse_ints(batches, "--batch"), parse_ints(lengths, "--length"),
-                     parse_ints(accums, "--accum"), _names(engines), _names(recomputes), parse_count(vocab, "--vocab"),
-                     update)
-    if not cells:
-        raise click.UsageError("--model, --engine and --recompute each need a name")
+    cells = _cells(models, batches, lengths, accums, engines, recomputes, vocab, update)
     for cell in cells:
         if shape(cell) is None:
             raise UserError("an estimate knows our own models; somebody's own step has to be measured: probe grid --step")
@@ -259,11 +261,7 @@ def estimate(models, batches, lengths, accums, engines, recomputes, update, voca
 
 
 @cli.command(context_settings=HELP)
-@click.option("--model", metavar="M", help="Only this size, or this step.")
-@click.option("--device", metavar="NAME", help="A folder under results/.  [default: this machine's, else the only one]")
-@click.option("--limit", metavar="5GB", help="Mark what is above it.  [default: 97% of the cliff]")
-@results_option
-@json_option
+@of_what_is_measured
 def show(model, device, limit, results, as_json) -> None:
     """Show what has been measured: tok/s and peak over batch and length, and the cliff as a line."""
     from probe import table
@@ -290,11 +288,7 @@ def show(model, device, limit, results, as_json) -> None:
 
 
 @cli.command(context_settings=HELP)
-@click.option("--model", metavar="M", help="Only this size, or this step.")
-@click.option("--device", metavar="NAME", help="A folder under results/.  [default: this machine's, else the only one]")
-@click.option("--limit", metavar="5GB", help="Mark what is above it.  [default: 97% of the cliff]")
-@results_option
-@json_option
+@of_what_is_measured
 def plot(model, device, limit, results, as_json) -> None:
     """Draw what `probe show` shows, a PNG for each map, beside the records."""
     from probe.report import Measured, draw
@@ -305,6 +299,20 @@ def plot(model, device, limit, results, as_json) -> None:
     pictures = draw(m.records, m.device, m.limit_bytes, m.cliff, results / m.device)
     out.say("\n".join(str(p) for p in pictures))
     out.result({"device": m.device, "pictures": [str(p) for p in pictures]})
+
+
+def _cells(models: str, batches: str, lengths: str, accums: str, engines: str, recomputes: str, vocab: str,
+           update: str) -> list:
+    """The grid that a command's options ask for."""
+    from probe.cell import grid as cells_of
+    from trainer.units import parse_count, parse_ints
+
+    cells = cells_of(_names(models), parse_ints(batches, "--batch"), parse_ints(lengths, "--length"),
+                     parse_ints(accums, "--accum"), _names(engines), _names(recomputes), parse_count(vocab, "--vocab"),
+                     update)
+    if not cells:
+        raise click.UsageError("--model, --engine and --recompute each need a name")
+    return cells
 
 
 def _names(text: str) -> tuple[str, ...]:

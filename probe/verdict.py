@@ -152,16 +152,3 @@ def spill(known: dict, cell: Cell, card: Card, records: Iterable[Record] = ()) -
         ordered = sorted(times)
         return fell(cell, cell.step.tokens / ordered[len(ordered) // 2], records)
     return None
-
-
-def hopeless(cell: Cell, records: Iterable[Record], limit_bytes: int | None) -> str | None:
-    """Why a cell need not be run: a smaller one failed for want of memory or time, or was over the limit."""
-    for r in records:
-        if r.cell == cell or not r.cell.within(cell):
-            continue
-        name = f"B={r.cell.batch} L={r.cell.length}"
-        if r.status in ("oom", "spills", "timeout"):
-            return f"the smaller {name} ended in {r.status}"
-        if limit_bytes and (r.peak_bytes or 0) > limit_bytes:
-            return f"the smaller {name} took {format_bytes(r.peak_bytes)}"
-    return None

@@ -149,6 +149,18 @@ def test_few_hopeless_cells_are_run():
         assert sum(c.length == length and 2.5e9 + 0.75e6 * c.step.tokens > 6e9 for c in order) <= 1
 
 
+@pytest.mark.parametrize("limit", [None, int(2.75e9)])
+@pytest.mark.parametrize("predict", [lambda c: None, lambda c: int(2.5e9 + 0.75e6 * c.step.tokens)], ids=["blind", "told"])
+def test_where_the_smallest_alone_fits_no_cell_larger_than_a_failed_one_is_run(limit, predict):
+    """Nothing says yet how peaks grow, and a cell far past a card's memory makes a desktop hang."""
+    full = plane(cap=2.75e9)
+    order, _, loss = replay(full, limit, predict=predict)
+    assert loss == 0
+    for i, cell in enumerate(order):
+        assert not any(full[c].status != "fits" and c.within(cell) for c in order[:i])
+    assert sum(full[c].status != "fits" for c in order) <= (3 if limit is None else 2)
+
+
 def test_nothing_fits():
     full = {c: dataclasses.replace(r, status="oom", step_s=()) for c, r in plane().items()}
     order, _, _ = replay(full, None)

@@ -7,7 +7,7 @@ from conftest import SAMPLES, make_cliff, make_record
 
 from probe.cell import Cell
 from probe.cliff import default_limit
-from probe.verdict import Card, Outcome, hopeless, judge, slow_step_s, stuck
+from probe.verdict import Card, Outcome, judge, slow_step_s, stuck
 from trainer.errors import is_out_of_memory
 
 MEMORY = json.loads((SAMPLES / "memory.json").read_text())
@@ -166,18 +166,6 @@ def test_a_process_that_dies_is_a_record():
     assert judge(Outcome(killed="timeout", progress={"seconds": 120, "step_s": [9]}), CELL, CARD, []) == (
         "timeout", "1 timed steps in 120 s where 5 are needed")
     assert judge(Outcome(killed="memory", progress={"resident_bytes": 9e9}), CELL, HOST, [])[0] == "oom"
-
-
-def test_only_a_larger_cell_than_a_failed_one_is_hopeless():
-    oom = make_record(8, 512, status="oom", step_s=())
-    assert "B=8 L=512" in hopeless(Cell("150M", 16, 512), [oom], None)
-    assert hopeless(Cell("150M", 8, 1024), [oom], None)
-    assert hopeless(Cell("150M", 4, 1024), [oom], None) is None
-    assert hopeless(Cell("150M", 8, 512), [oom], None) is None
-    assert hopeless(Cell("150M", 16, 512, recompute="block"), [oom], None) is None
-    assert hopeless(Cell("150M", 16, 512), [make_record(8, 512, status="crashed", step_s=())], None) is None
-    big = make_record(8, 512, peak=7e9)
-    assert hopeless(Cell("150M", 16, 512), [big], 5e9) and not hopeless(Cell("150M", 16, 512), [big], 8e9)
 
 
 def test_the_default_limit_is_below_what_was_free():

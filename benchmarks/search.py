@@ -1,0 +1,51 @@
+"""What the search costs and loses, replayed on complete grids: an H200's, free and with its memory capped, and made-up ones.
+
+    python3 -m benchmarks.search [--seeds 40]
+
+A share is of the seconds that all cells took; a loss is of the best cell's tok/s. "told" has predicted peaks, "blind" not.
+"""
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from test_search import SAMPLES, made_up, replay  # noqa: E402
+
+from probe.estimate import CardMemory, estimate  # noqa: E402
+from probe.records import load  # noqa: E402
+from trainer.units import format_bytes  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=40)
+    seeds = parser.parse_args().seeds
+    card = CardMemory.of({"kind": "cuda", "capability": [9, 0]})
+    print(f"{'grid':24} {'limit':>9} {'peaks':>6} {'cells':>7} {'share':>7} {'loss':>7}")
+    for name, limits in (("grid-h200", (142_680_000_000, 20_000_000_000, 6_000_000_000)),
+                         ("grid-h200-6gb-fails", (6_430_000_000, None))):
+        full = {r.cell: r for r in load(SAMPLES / f"{name}.jsonl")}
+        for limit in limits:
+            for how, options in (("told", {"predict": lambda c: estimate(c, card).device_bytes}), ("blind", {})):
+                order, share, loss = replay(full, limit, **options)
+                cells = f"{len(order)}/{len(full)}"
+                print(f"{name:24} {format_bytes(limit):>9} {how:>6} {cells:>7} {share:7.1%} {loss:7.1%}")
+    print(f"\n{f'{seeds} each: waves, bump':24} {'peaks':>6} {'median':>7} {'worst':>7} {'>35%':>5} {'loss>1%':>8} {'worst':>7}")
+    for how in ("told", "blind"):
+        for waves in ("none", "wave", "even"):
+            for bump in ("none", "batch", "cell"):
+                found = []
+                for seed in range(seeds):
+                    full, limit, predicted = made_up(seed, waves, bump)
+                    found.append(replay(full, limit, **({"predict": predicted.get} if how == "told" else {}))[1:])
+                shares, losses = zip(*found, strict=True)
+                print(f"{waves + ', ' + bump:24} {how:>6} {statistics.median(shares):7.1%} {max(shares):7.1%} "
+                      f"{sum(s > 0.35 for s in shares):>5} {sum(x > 0.01 for x in losses):>8} {max(losses):7.1%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
