@@ -2,8 +2,8 @@
 
     python3 -m benchmarks.search [--seeds 40]
 
-A share is of the seconds that all cells took; a loss is of the best cell's tok/s. "told" has predicted peaks, "blind" not; lossy
-ones lose over 1%.
+A share is of the seconds that all cells took; a loss is of the best cell's tok/s, and lossy ones lose over 1%. "told" has
+predicted peaks, "blind" not.
 """
 
 import argparse
@@ -35,7 +35,8 @@ def main() -> None:
                 order, share, loss = replay(full, limit, **options)
                 cells = f"{len(order)}/{len(full)}"
                 print(f"{name:24} {format_bytes(limit):>9} {how:>6} {cells:>7} {share:7.1%} {loss:7.1%}")
-    print(f"\n{f'{seeds} each: waves, bump':24} {'peaks':>6} {'median':>7} {'worst':>7} {'>35%':>5} {'lossy':>5} {'worst':>7}")
+    print(f"\n{f'{seeds} each of waves, bump':24} {'peaks':>6} {'median':>7} {'worst':>7} {'>35%':>5} {'lossy':>5} "
+          f"{'worst':>7}")
     for how in ("told", "blind"):
         for waves in ("none", "wave", "even"):
             for bump in ("none", "batch", "cell"):
