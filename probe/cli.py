@@ -71,7 +71,7 @@ def _name(device: str | None, facts) -> str:
 @json_option
 def card(device, results, as_json) -> None:
     """Show what the device is, what it can run, what it takes for itself, and what it shows now."""
-    from probe.grid import device_memory
+    from probe.grid import takes
     from probe.report import card_rows
     from trainer import nvml
     from trainer.config import ENGINES
@@ -80,7 +80,7 @@ def card(device, results, as_json) -> None:
     out = Output(as_json)
     with _device(results, device) as (workers, facts, store, extra):
         if facts.kind in ("cuda", "cpu"):
-            store.keep_memory(device_memory(workers, _name(device, facts), facts))
+            store.keep(takes(workers, _name(device, facts), facts))
     readings, free = nvml.readings(facts.uuid), nvml.free_bytes(facts.uuid)
     refusals = {engine: refuse_engine(engine, facts.kind, facts.capability) for engine in ENGINES}
     for label, value in card_rows(facts, free, extra["disk_write_bytes_s"], refusals, readings,
@@ -144,7 +144,7 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
     from probe.cell import Cell, shape
     from probe.cliff import default_limit
     from probe.estimate import CardMemory
-    from probe.grid import Bench, ask, device_memory, find_cliff
+    from probe.grid import Bench, ask, find_cliff, takes
     from probe.report import cliff_line, draw
     from probe.store import alone
     from trainer.config import OptimizerConfig, clip_for, refuse_update
@@ -179,7 +179,7 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
         if limit_bytes:
             out.say(f"limit {format_bytes(limit_bytes)}: {source}")
         if not store.device.get("memory") and not step:
-            store.keep_memory(device_memory(workers, _name(device, facts), facts))
+            store.keep(takes(workers, _name(device, facts), facts))
         bench = Bench(workers, _name(device, facts), facts, store.records, known, seconds, limit_bytes,
                       CardMemory.of(store.device), out.say)
         out.say(table.ROW_HEAD)

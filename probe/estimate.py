@@ -36,8 +36,8 @@ class CardMemory:
     """
 
     kind: str = "cuda"
-    context_bytes: int = 678 * MIB
-    graph_bytes: int = 68 * MIB
+    context_bytes: int = 748 * MIB
+    graph_bytes: int = 0
     kernel_bytes: int = 3970
     workspace_bytes: int = 32 * MIB
     process_bytes: int = 340_000_000

@@ -17,8 +17,9 @@ NORM_CHUNK = 65536
 
 @dataclass(frozen=True)
 class Script:
-    """`start`: model and tokens; `evaluation`; `record`, before the first step, where there is a graph; `step`. Evaluations
-    and steps end with what they began with, but for what is made once."""
+    """`start`: the model; `evaluation`; `record`, before the first step: the tokens' buffers,
+    and the graph where there is one; `step`. Evaluations and steps end with what they began with, but for what is made
+    once."""
 
     start: list[Phase]
     evaluation: list[Phase]
@@ -34,6 +35,7 @@ def script(model: ModelConfig, step: StepConfig, workspace_bytes: int) -> Script
     start = p.tape.cut()
     p.evaluate()
     evaluation = p.tape.cut()
+    p.feed()
     if step.engine == "graph":
         p.record()
     record = p.tape.cut()
@@ -48,6 +50,7 @@ class _Process:
         self.tape = Tape(workspace_bytes)
         self._model, self._config, self._ops = model, step, Operations(self.tape, model, step)
         self._is_recorded = step.engine == "graph"
+        self._window = step.batch * (step.length + 1) * INT
 
     def parameters(self):
         """(key, bytes) in the order of model.parameters()."""
@@ -59,20 +62,21 @@ class _Process:
         sizes = list(self.parameters())
         for key, size in [sizes[0], *sizes[2:], sizes[1], (("angles",), self._ops.angles)]:
             self.tape.keep(("weight", key), size, "weights")
-        s = self._config
-        self.tape.take(s.accum * s.batch * (s.length + 1) * INT)  # the resident tokens
+    def feed(self) -> None:
+        """trainer.tokens.feed: this step's tokens and the next one's."""
+        for _ in range(2):
+            self.tape.take(self._config.accum * self._window)
 
     def record(self) -> None:
         """TrainStep._record: once eagerly on a stream of its own, then one graph, or two with accumulation."""
-        s = self._config
-        self.tape.take(s.batch * (s.length + 1) * INT)
+        self.tape.take(self._window)
         self.tape.at(FORWARD, stream=1)
         self.tape.drop(self.micro_step(add=False))
         self.drop_gradients()
         self.tape.at(START, stream=1, empties=True)
         for _ in range(2):
             self.tape.take(LONG)  # the generator's seed and offset for graphs
-        for add in range(min(2, s.accum)):
+        for add in range(min(2, self._config.accum)):
             self.tape.at(FORWARD, stream=1, recording=True)
             self.micro_step(bool(add))
 
@@ -142,6 +146,7 @@ class _Process:
 
     def evaluate(self) -> None:
         self.tape.at(EVALUATION)
+        window = self.tape.take(self._window)
         x = embedded = self._ops.embed()
         for layer in range(self._model.layers):
             before, x = x, self._ops.block(x, "nothing")["y"]
@@ -150,4 +155,4 @@ class _Process:
         self.tape.drop(embedded)
         targets = self._ops.targets()
         loss = self._ops.head(gradients=False)
-        self.tape.drop(targets, x, loss)
+        self.tape.drop(targets, window, x, loss)

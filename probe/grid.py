@@ -1,6 +1,7 @@
 """Runs the cells of a grid, one process each, and writes each record before the next cell starts."""
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
@@ -36,11 +37,10 @@ def ask(workers: Workers, function: str, args: tuple, host: bool = False) -> dic
 
 
 def look(workers: Workers, device: str | None, folder: Path) -> tuple[DeviceFacts, dict]:
-    """(facts, {disk_write_bytes_s, start_up_s}) of a device; UserError if there is no such device here."""
-    begin = time.monotonic()
+    """(facts, {disk_write_bytes_s}) of a device; UserError if there is no such device here."""
     values = ask(workers, "probe.measure:look", (device, str(folder)))
-    extra = {"disk_write_bytes_s": values.pop("disk_write_bytes_s"), "start_up_s": time.monotonic() - begin}
-    return DeviceFacts(**values), extra
+    return DeviceFacts(**{k: v for k, v in values.items() if k != "disk_write_bytes_s"}), {
+        "disk_write_bytes_s": values["disk_write_bytes_s"]}
 
 
 def find_cliff(workers: Workers, device: str, facts: DeviceFacts) -> Cliff:
@@ -55,9 +55,22 @@ def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def device_memory(workers: Workers, device: str, facts: DeviceFacts) -> dict:
-    """What the device takes beside a step's tensors, by a small cell of each kind: fields of CardMemory, in bytes. Empty
-    where nothing can be read."""
+def takes(workers: Workers, device: str, facts: DeviceFacts) -> dict:
+    """What a run takes beside its step, for device.json: `memory`, and seconds and rates of what it does once in a while. A
+    second process is started meanwhile: the first one read its libraries from disk, which a run no longer has to."""
+    found = {}
+    starter = threading.Thread(
+        target=lambda: found.update(ask(workers, "probe.measure:started", (), host=True)), daemon=True)
+    starter.start()
+    found["memory"] = _memory(workers, device, facts)
+    if facts.kind == "cuda":
+        found |= ask(workers, "probe.measure:copy_rate", (device,))
+    starter.join()
+    return found
+
+
+def _memory(workers: Workers, device: str, facts: DeviceFacts) -> dict:
+    """By a small cell of each kind: fields of CardMemory, in bytes. Empty where nothing can be read."""
     def peaks(engine: str) -> tuple[Cell, dict]:
         cell = Cell("10M", 2, 128, engine=engine) if facts.kind != "cpu" else Cell("1M", 2, 64, vocab=500)
         card = Card(facts.total_bytes, facts.kind != "cpu")

@@ -1,10 +1,13 @@
 """Measures one cell in this process, which must be a fresh one."""
 
+import itertools
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 import torch._dynamo  # which the first optimizer step would import, 4 s on an H200's host: what stands ready has it
 
@@ -15,8 +18,11 @@ from probe.verdict import MIN_STEPS, Card, spill
 from trainer import checkpoint, device, nvml
 from trainer.config import OptimizerConfig, clip_for
 from trainer.errors import UserError, is_out_of_memory
+from trainer.log import process_seconds
 from trainer.pace import Pace, StepTimes
+from trainer.plan import EVAL_BATCHES
 from trainer.step import TrainStep
+from trainer.tokens import Tokens, feed
 from trainer.usage import Claim
 
 WARM_S = 0.5
@@ -36,6 +42,25 @@ def look(name: str | None, folder: str, report) -> dict:
     return dataclasses.asdict(device.facts(where)) | {"disk_write_bytes_s": disk_rate(Path(folder))}
 
 
+def started(report) -> dict:
+    """{start_up_s}: seconds of starting Python and importing all this, for a process that was started anew."""
+    return {"start_up_s": process_seconds()}
+
+
+def copy_rate(name: str, report) -> dict:
+    """How fast a card's tensors are copied to host memory, as a checkpoint begins, in bytes per second: first_copy_bytes_s
+    into memory that is new to the process, as the first one of a run does, and copy_bytes_s into the same again."""
+    tensors = torch.ones(16, 1 << 22, device=device.resolve(name)).unbind()
+    host, rates = [torch.empty(t.shape) for t in tensors], []
+    for _ in range(2):
+        device.synchronize(tensors[0].device)
+        begin = time.perf_counter()
+        for there, tensor in zip(host, tensors, strict=True):
+            there.copy_(tensor)
+        rates.append(tensors[0].nbytes * len(tensors) / (time.perf_counter() - begin))
+    return {"first_copy_bytes_s": rates[0], "copy_bytes_s": rates[1]}
+
+
 def disk_rate(folder: Path, size: int = 1 << 28) -> float | None:
     """Bytes per second of writing a checkpoint of 256 MB in `folder`, as a run writes it; None where it can't be written. A
     plain file of 64 MB was written at 1.7 GB/s where a run's checkpoints of 1.8 GB then took 2.8 s each."""
@@ -47,6 +72,16 @@ def disk_rate(folder: Path, size: int = 1 << 28) -> float | None:
             return size / (time.perf_counter() - begin)
     except (OSError, UserError):
         return None
+
+
+def fed(cell: Cell, where: torch.device) -> tuple[list[torch.Tensor], Iterator[torch.Tensor]]:
+    """(the batches that a run evaluates, each step's tokens) of random ids, the way a run feeds its own: on an H200 the
+    stream that copies them takes 73 MB of the card, which tokens made there would not show."""
+    rows = EVAL_BATCHES * cell.batch
+    ids = np.random.default_rng(0).integers(cell.vocab, size=rows * cell.length + 1, dtype=np.uint32)
+    tokens = Tokens(ids, cell.vocab, "random")
+    windows = tokens.fixed(cell.batch, cell.length, EVAL_BATCHES)
+    return [torch.from_numpy(w) for w in windows], feed(tokens, cell.step, 0, where)
 
 
 class _Spilled(Exception):
@@ -80,7 +115,7 @@ def measure(cell: Cell, name: str, uuid: str, seconds: float, card: Card, slow_s
         nonlocal looked
         begin = time.perf_counter()
         while not enough(time.perf_counter() - begin):
-            finished = pace.run(tokens, 1e-5)
+            finished = pace.run(next(steps), 1e-5)
             if finished:
                 times.append(finished)
                 report({"warmup_s": [t.step_s for t in warmup], "step_s": [t.step_s for t in timed]})
@@ -97,25 +132,23 @@ def measure(cell: Cell, name: str, uuid: str, seconds: float, card: Card, slow_s
     retries = 0
     try:
         if cell.is_foreign:
-            step, tokens = anystep.AnyStep(cell, where), None
+            step, batches, steps = anystep.AnyStep(cell, where), (), itertools.repeat(None)
         else:
             # the update's cost doesn't depend on the rate, and a tiny one keeps the loss finite on random tokens
             step = TrainStep(shape(cell), cell.step, OptimizerConfig(1e-5, clip=clip_for(cell.step)), where)
-            generator = torch.Generator(where).manual_seed(0)
-            tokens = torch.randint(cell.vocab, (cell.accum, cell.batch, cell.length + 1), device=where,
-                                   dtype=torch.int32, generator=generator)
+            batches, steps = fed(cell, where)
         pace = Pace(step)
         device.synchronize(where)
         report({"setting_up": False})
-        if not cell.is_foreign:
-            step.evaluate(tokens[0])  # as a run does before its first step: what it leaves in the allocator stays
+        if batches:
+            step.evaluate(batches[0])  # as a run does before its first step: what it leaves in the allocator stays
         run_until(warmup, lambda s: len(warmup) >= 2 and (
             s >= seconds / 3 or s >= WARM_S and is_steady([t.step_s for t in warmup], 0.02)))
         setup = time.perf_counter() - began - sum(t.step_s for t in warmup[1:])
-        if not cell.is_foreign:
+        if batches:
             device.synchronize(where)
             begin = time.perf_counter()
-            step.evaluate(tokens[0])
+            step.evaluate(batches[0])
             device.synchronize(where)
             eval_s = time.perf_counter() - begin
         claim.watch()

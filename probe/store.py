@@ -12,6 +12,9 @@ from trainer.errors import UserError
 from trainer.files import read_json, write_json
 
 
+TAKEN = ("memory", "start_up_s", "first_copy_bytes_s", "copy_bytes_s")
+
+
 class Store:
     """The folder of one device; UserError if another device of the same name has it."""
 
@@ -28,12 +31,12 @@ class Store:
                 raise UserError(f"{self.folder} was measured on a {facts.name} with {size / 1e9:.1f} GB, and this one has "
                                 f"{facts.total_bytes / 1e9:.1f} GB; keep them apart with --results DIR")
             if all(old.get(name) == getattr(facts, name) for name in ("torch", "cuda", "driver")):
-                self.device["memory"] = old.get("memory")  # what another build takes must be measured again
+                self.device |= {k: old[k] for k in TAKEN if k in old}  # another build's must be measured again
         write_json(self._path, self.device)
 
-    def keep_memory(self, memory: dict) -> None:
-        """Notes what the device takes beside a step's tensors: fields of probe.estimate.CardMemory."""
-        self.device["memory"] = memory
+    def keep(self, taken: dict) -> None:
+        """Notes what a run takes beside its step: see probe.grid.takes."""
+        self.device |= taken
         write_json(self._path, self.device)
 
     def cliff(self) -> Cliff | None:

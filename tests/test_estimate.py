@@ -97,8 +97,11 @@ def scripted(model, step) -> list:
     """The same by the script, without workspaces."""
     script, numbers, made, result = events.script(model, step, 0), {}, 0, []
     there = {name for phase in [*script.start, *script.record] for name, _, _ in phase.events}
+    window = script.evaluation[0].events[0][0]  # which is where it is evaluated, on a processor
     for phase in [*script.evaluation, *script.step, *script.step]:
         for name, size, part in phase.events:
+            if name == window:
+                continue
             if size and name not in numbers and name not in there:
                 numbers[name] = None if part == "workspaces" else made
                 if part != "workspaces":

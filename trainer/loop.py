@@ -70,15 +70,17 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
     facts = device.facts(where)
     if facts.fingerprint != plan.device:
         say(f"note: planned on {plan.device}, running on {facts.fingerprint}: the forecast is not for this device")
+    elif changed := plan.other_software(facts.software):
+        say(f"note: measured with {', '.join(changed)}: the forecast is not for what runs here; measure and plan again")
     step = TrainStep(plan.model, plan.step, plan.optimizer, where, SEED)
     start, before_s, first_loss = 0, 0.0, None
-    spent = {"eval_s": 0.0, "checkpoint_s": 0.0}
+    spent = {"eval_s": 0.0, "checkpoint_s": 0.0, "checkpoint_write_s": 0.0}
     if resume:
         state, tensors = checkpoint.load(folder.path, say)
         try:
             step.load_state(tensors)
             start, before_s, first_loss = int(state["step"]), float(state["seconds"]), state["first_val_loss"]
-            spent = {name: float(state[name]) for name in spent}
+            spent = {name: float(state.get(name, 0.0)) for name in spent}
         except (KeyError, RuntimeError, TypeError, ValueError) as e:
             raise UserError(f"run {folder.path}: its checkpoint is not of this run ({e!r:.80})") from None
         if state.get("tokens", len(tokens.ids)) != len(tokens.ids):
@@ -90,9 +92,10 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
         with contextlib.suppress(OSError):  # only sampling needs it, and says so
             shutil.copyfile(tokens.tokenizer, folder.path / "tokenizer.json")
 
+    saver, saved_before = checkpoint.Saver(folder.path), dict(spent)
     log, meter, pace = RunLog(folder.path), Meter(plan.step.tokens), Pace(step)
     windows = held.fixed(plan.step.batch, plan.step.length, eval_batches(plan.corpus_tokens, plan.step))
-    batches = [torch.from_numpy(b).to(where) for b in windows]
+    batches = [torch.from_numpy(b) for b in windows]
     peaks = {"device_peak_bytes": None}
     loss = val_loss = math.nan
     started_s = process_seconds()
@@ -121,11 +124,14 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
 
     def save(number: int) -> None:
         begin = time.perf_counter()
-        path = checkpoint.save(folder.path, number, step.named_state(), {
-            "seconds": before_s + process_seconds(), "first_val_loss": first_loss,
-            "tokens": len(tokens.ids), **spent})
-        spent["checkpoint_s"] += time.perf_counter() - begin
-        log.write("checkpoint", number, path=path.name, seconds=time.perf_counter() - begin)
+        saver.save(number, step.named_state(), {
+            "seconds": before_s + process_seconds(), "first_val_loss": first_loss, "tokens": len(tokens.ids), **spent})
+        saved()
+        log.write("checkpoint", number, seconds=time.perf_counter() - begin)
+
+    def saved() -> None:
+        spent["checkpoint_s"] = saved_before["checkpoint_s"] + saver.held_s
+        spent["checkpoint_write_s"] = saved_before["checkpoint_write_s"] + saver.write_s
 
     done = start
     with contextlib.closing(log), Stop() as stop:
@@ -147,9 +153,12 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
                 if due_save:
                     save(done)
             if stop.asked and done < plan.steps:
+                saver.wait()
                 say(f"stopped after step {done}; go on with: train --plan {folder.path / 'plan.json'} "
                     f"--data {tokens.path} --run {folder.path} --resume")
                 raise KeyboardInterrupt
+        saver.wait()
+        saved()
 
     peaks.update(claim.peaks(where, facts.uuid))
     paper = receipt(plan, meter, peaks, before_s + process_seconds(), {

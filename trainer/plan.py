@@ -66,7 +66,7 @@ class Predicted:
 @dataclass(frozen=True)
 class Plan:
     """Written by `plan`, run by `train`; the fields are those of the plan's JSON. `eval` and `checkpoint` are cadences in
-    steps."""
+    steps, `software` what the pick was measured with."""
 
     schema: int
     at: str
@@ -86,6 +86,7 @@ class Plan:
     rejected: list
     records_sha256: str
     calibration: dict
+    software: dict = dataclasses.field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path | str) -> "Plan":
@@ -123,7 +124,8 @@ class Plan:
             raise UserError(f"epochs is {plan.epochs!r}; it must be a number above 0")
         for name, kind, what in (("at", str, "text"), ("device", str, "text"), ("records_sha256", str, "text"),
                                  ("why", list, "a list"), ("runners_up", list, "a list"),
-                                 ("rejected", list, "a list"), ("calibration", dict, "an object")):
+                                 ("rejected", list, "a list"), ("calibration", dict, "an object"),
+                                 ("software", dict, "an object")):
             if not isinstance(getattr(plan, name), kind):
                 raise UserError(f"{name} is {getattr(plan, name)!r:.60}; it must be {what}")
         return plan
@@ -136,3 +138,8 @@ class Plan:
 
     def save(self, path: Path | str) -> None:
         write_json(path, self.to_json())
+
+    def other_software(self, now: dict) -> list[str]:
+        """What the pick was measured with and `now` has another of, each as "torch 2.10.0 (now 2.11.0)"."""
+        return [f"{name} {self.software[name]} (now {now[name]})" for name in ("torch", "cuda", "driver")
+                if self.software.get(name) and now.get(name) and self.software[name] != now[name]]

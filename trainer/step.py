@@ -76,8 +76,8 @@ class TrainStep:
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor:
-        """Mean loss over tokens (batch, length + 1), on the device."""
-        m = self.model
+        """Mean loss over tokens (batch, length + 1), from wherever they are."""
+        m, tokens = self.model, tokens.to(self.device)
         x = m(m.embed(tokens[:, :-1])).flatten(0, 1)
         return head_loss(x, m.norm, m.embedding, tokens[:, 1:].flatten().long(), m.config.norm_eps)
 

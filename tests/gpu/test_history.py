@@ -21,6 +21,7 @@ import torch
 torch.cuda.init()
 torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=1_000_000)
 from probe.cell import Cell, shape
+from probe.measure import fed
 from trainer.config import OptimizerConfig, clip_for
 from trainer.device import synchronize
 from trainer.pace import Pace
@@ -28,17 +29,16 @@ from trainer.step import TrainStep
 
 cell, where = Cell(*json.loads(sys.argv[1])), torch.device("cuda", 0)
 step = TrainStep(shape(cell), cell.step, OptimizerConfig(1e-5, clip=clip_for(cell.step)), where)
-tokens = torch.randint(cell.vocab, (cell.accum, cell.batch, cell.length + 1), device=where, dtype=torch.int32,
-                       generator=torch.Generator(where).manual_seed(0))
+batches, tokens = fed(cell, where)
 pace = Pace(step)
-step.evaluate(tokens[0])
+step.evaluate(batches[0])
 synchronize(where)
 for _ in range(3):
-    pace.run(tokens, 1e-5)
+    pace.run(next(tokens), 1e-5)
 pace.drain()
-step.evaluate(tokens[0])
+step.evaluate(batches[0])
 synchronize(where)
-pace.run(tokens, 1e-5)
+pace.run(next(tokens), 1e-5)
 pace.drain()
 streams, rows = {}, []
 for e in torch.cuda.memory._snapshot()["device_traces"][0]:
