@@ -24,7 +24,7 @@ class Size:
     up: int
 
 
-SIZES = (Size("wide", 760, 320, 8, 7), Size("narrow", 344, 280, 4, 7))
+SIZES = (Size("wide", 860, 330, 8, 7), Size("narrow", 344, 280, 4, 7))
 
 
 @dataclass(frozen=True)
@@ -209,31 +209,39 @@ def soak(windows: Sequence[dict]) -> str:
 RATIOS = (("tok_s", "tok/s"), ("peak_bytes", "peak"), ("hours", "time"))
 
 
+def drawn_ratio(receipt: dict, key: str) -> float | None:
+    """Actual over planned, kept where an axis can reach it; None where it is unknown."""
+    value = number(receipt["ratio"].get(key))
+    return None if value is None or value <= 0 else min(max(value, 1e-3), 1e3)
+
+
+def reach(values: Sequence[float]) -> tuple[float, float]:
+    """The ends of a logarithmic axis with 1 in its middle that holds `values`, and 5% at least."""
+    far = max([0.05, *(abs(math.log(v)) for v in values)]) * 1.15
+    return math.exp(-far), math.exp(far)
+
+
 def ratios(receipts: Sequence[dict]) -> str:
     """Actual over planned, a row of dots for each of RATIOS; nothing without one."""
-    found = {key: [(v, r) for r in receipts if (v := number(r["ratio"].get(key))) is not None and v > 0]
-             for key, _ in RATIOS}
+    found = {key: [(v, r) for r in receipts if (v := drawn_ratio(r, key)) is not None] for key, _ in RATIOS}
     values = [v for of_key in found.values() for v, _ in of_key]
     if not values:
         return ""
-    reach = max(0.05, *(abs(math.log(v)) for v in values)) * 1.15
-    low, high = math.exp(-reach), math.exp(reach)
+    low, high = reach(values)
     name = "actual over planned, of every run"
 
     def draw(size: Size) -> str:
         x = Axis(low, high, 64, size.wide - 24, True)
         base = 22 + 34 * len(RATIOS)
-        wanted = (ticks.linear(low - 1, high - 1, size.across - 1) if reach < 1 else
-                  [v - 1 for v in ticks.logarithmic(low, high, size.across)])
         parts = []
-        for v in wanted:
-            parts += [_line(x.at(1 + v), 12, x.at(1 + v), base, "axis" if abs(v) < 1e-9 else "grid"),
-                      _text(x.at(1 + v), base + 18, f"{v * 100:+,.4g}%" if abs(v) > 1e-9 else "as planned", "middle")]
+        for v, text in ticks.differences(low, high, size.across - 1):
+            parts += [_line(x.at(v), 12, x.at(v), base, "axis" if v == 1 else "grid"),
+                      _text(x.at(v), base + 18, text, "middle")]
         for i, (key, label) in enumerate(RATIOS):
             y = 30 + 34 * i
             parts.append(_text(0, y + 4, label, name="name"))
             for value, r in found[key]:
-                text = esc(f"{r['run']}: {label} {ratio_text(value)}")
+                text = esc(f"{r['run']}: {label} {ratio_text(r['ratio'][key])}")
                 parts.append(f'<g transform="translate({x.at(value):.1f} {y})">{MARKS["fits"]}<title>{text}</title></g>')
         return _svg(size, name, parts, base + 26)
 

@@ -10,7 +10,7 @@ Point = tuple[float, float, float, float]
 def usable(curve: Sequence[Sequence[float | None]]) -> list[Point]:
     """The points that a logarithm can be taken of, by tokens, none twice."""
     found = {p[0]: tuple(map(float, p)) for p in curve
-             if len(p) == 4 and all(v is not None and 1e-300 < v < 1e300 for v in p)}
+             if len(p) == 4 and all(v is not None and 1e-30 < v < 1e30 for v in p)}
     return [found[tokens] for tokens in sorted(found)]
 
 

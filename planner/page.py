@@ -142,8 +142,9 @@ def _hours(data: dict) -> str:
                 + _slider("corpus", f"{count_text(corpus)} tokens", points[0][0], corpus, points[-1][0])
                 + _slider("epochs", f"{epochs:g}", 0.1, epochs, 100.0) + "</div>")
         chart = charts.hours(points, corpus * epochs) if len(points) > 1 else ""
-    rows = [(esc(label), count_text(tokens), *(hours_text(v) for v in hours)) for label, tokens, *hours in data["corpora"]]
-    head = (("corpus", "t"), ("tokens", "n"), ("low", "n"), ("hours", "n"), ("high", "n"))
+    rows = [(esc(label), count_text(tokens), under(hours_text(mid), band_text(low, mid, high, hours_text)))
+            for label, tokens, low, mid, high in data["corpora"]]
+    head = (("corpus", "w"), ("tokens", "n"), ("hours", "n"))
     return _section("hours", "Hours for a corpus", live, chart, table("hours of each corpus", head, rows))
 
 
@@ -204,7 +205,7 @@ def _others(data: dict) -> str:
     else:
         rejected = [(esc(f"{s['model']} {cell_name(s | c)}"), esc(_against(c, data["limit_bytes"])))
                     for s in data["series"] for c in s["cells"] if c["over"] or not runs(c)]
-    head = (("cell", "t"), ("tok/s", "n"), ("peak", "n"), ("time against the pick", "n"))
+    head = (("cell", "t"), ("tok/s", "n"), ("peak", "n"), ("time", "n"))
     return (_section("runners-up", "Runners-up", table("runners-up", head, runners))
             + _section("rejected", "Rejected", table("rejected cells", (("cell", "t"), ("why", "w")), rejected)))
 

@@ -38,6 +38,13 @@ def durations(low: float, high: float, most: int) -> list[float]:
     return _thinned(found, most)
 
 
+def differences(low: float, high: float, most: int) -> list[tuple[float, str]]:
+    """Ratios from `low` below 1 to `high` above it, and how they read as differences: `"+5%"`."""
+    found = [1 + v for v in linear(low - 1, high - 1, most)] if high < 3 else [1.0, *logarithmic(low, high, most)]
+    values = sorted({round(v, 12) for v in found if v > 0})
+    return [(v, "as planned" if v == 1 else f"{(v - 1) * 100:+,.4g}%") for v in values]
+
+
 def clock(low: float, high: float, most: int) -> list[float]:
     """At most `most` + 1 seconds from `low` to `high` in equal steps that are round on a clock, or in hours."""
     raw = (high - low) / most
