@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from planner import ticks
 from planner.curve import Point, hours_at
 from planner.heatmap import describe, runs
-from planner.markup import bytes_text, count_text, esc, number, ratio_text, step_text
+from planner.markup import bytes_text, count_text, esc, figure, number, ratio_text, step_text
 
 CHARACTER = 6.6
 """Pixels that a figure takes at the charts' 12 pixel text, widely."""
@@ -178,7 +178,7 @@ def soak(windows: Sequence[dict]) -> str:
         return ""
     heats = [(at, heat) for at, _, heat in rows if heat is not None]
     panels = [("step", [(at, step) for at, step, _ in rows], step_text)]
-    panels += [("temperature", heats, lambda v: f"{v:.0f} °C")] if len(heats) > 1 else []
+    panels += [("temperature", heats, lambda v: figure(v, "{:.0f} °C".format))] if len(heats) > 1 else []
     name = "step time and temperature under load"
     each, gap = 104, 44
 

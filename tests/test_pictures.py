@@ -36,8 +36,8 @@ def test_only_what_there_is_something_for(tmp_path, other, names):
 @pytest.mark.parametrize("value", [None, 0, 1e-300, 1e299, 10**400, float("inf"), float("nan")])
 def test_figures_of_any_size_are_drawn(tmp_path, value):
     row = {"model": "m", "parameters": value, "pick": None, "tok_s": value, "peak_bytes": value, "hours": None}
-    data = EMPTY | {"sizes": [row, row], "receipts": [receipt("r", tok_s=1.0) | {"ratio": {"tok_s": 1.0, "hours": value}}],
-                    "curve": [[value] * 4, [1e6, 1, 2, 3], [1e6 + 1, 1, 2, 3]], "corpora": [["c", value, value, value, value]]}
+    data = EMPTY | {"sizes": [row, row], "receipts": [receipt("r") | {"ratio": {"tok_s": 1.0, "hours": value}}],
+                    "curve": [[value] * 4, [1e6, 1, 2, 3], [1e6 + 1, 1, 2, 3]], "corpora": [["c", *[value] * 4]]}
     assert len(draw(data, tmp_path)) == 3
 
 
