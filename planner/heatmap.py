@@ -1,5 +1,7 @@
 """A map of tok/s over batch and length as an HTML table, with the cliff as a line through it."""
 
+from collections.abc import Iterable
+
 from planner.markup import bytes_text, esc, number, scroller, span_text, tok_s_text
 from probe.table import BEYOND, STATUS_WORDS, Series, frontier
 
@@ -9,8 +11,14 @@ SHADES = 9
 Place = tuple[int, int]
 
 
-def heat_map(series: dict) -> str:
-    """The map of one series and its legend; nothing if it has no cells."""
+def ends(all_series: Iterable[dict]) -> tuple[float, float]:
+    """The lowest and the highest tok/s that are shaded: one scale for all maps, so that they can be compared."""
+    known = [v for s in all_series for cell in s["cells"] if runs(cell) and (v := number(cell["tok_s"])) is not None]
+    return min(known, default=0.0), max(known, default=0.0)
+
+
+def heat_map(series: dict, low: float, high: float) -> str:
+    """The map of one series, shaded from `low` to `high` tok/s, and its legend; nothing if it has no cells."""
     newest = {}
     for cell in sorted(series["cells"], key=lambda cell: not cell["estimated"]):
         newest[cell["batch"], cell["length"]] = cell
@@ -22,8 +30,6 @@ def heat_map(series: dict) -> str:
     fitting = {at for at, cell in cells.items() if runs(cell)} - over
     failed = over | {at for at, cell in cells.items() if cell["status"] in BEYOND}
     *_, upright, level = frontier(len(batches), len(lengths), fitting, failed)
-    known = [v for cell in cells.values() if runs(cell) and (v := number(cell["tok_s"])) is not None]
-    low, high = min(known, default=0.0), max(known, default=0.0)
 
     def shade(cell: dict) -> str:
         value = number(cell["tok_s"])
@@ -60,8 +66,8 @@ def describe(cell: dict) -> str:
     about = "~" * cell["estimated"]
     parts = ["estimated" if cell["estimated"] else cell["status"]]
     if number(cell["tok_s"]) is not None:
-        ends = (cell["tok_s_low"], cell["tok_s_high"])
-        band = f" ({span_text(*ends, tok_s_text)})" if cell["estimated"] and None not in ends else ""
+        between = (cell["tok_s_low"], cell["tok_s_high"])
+        band = f" ({span_text(*between, tok_s_text)})" if cell["estimated"] and None not in between else ""
         parts.append(f"{about}{tok_s_text(cell['tok_s'])} tok/s{band}")
     if number(cell["peak_bytes"]) is not None:
         parts.append(f"peak {about}{bytes_text(cell['peak_bytes'])}" + ", over the limit" * cell["over"])
@@ -87,7 +93,7 @@ def _legend(cells: dict[Place, dict], places: int, cliff: bool, low: float, high
     entries = []
     if any(runs(cell) for cell in cells.values()):
         ramp = "".join(f'<i class="q{i}"></i>' for i in range(SHADES)) if high > low else ""
-        entries.append(f'<span class="ramp">{ramp}</span>{span_text(low, high, tok_s_text)} tok/s; peak below')
+        entries.append(f'<span class="ramp">{ramp}</span>{span_text(low, high, tok_s_text)} tok/s over all maps; peak below')
     if any(cell["pick"] for cell in cells.values()):
         entries.append('<span class="sign pick"></span>the pick')
     if cliff:

@@ -10,7 +10,7 @@ NONE = "–"
 """What is shown where nothing is known."""
 
 Column = tuple[str, str]
-"""Heading, and the class of its cells: "n" for figures, "t" for short text, "w" for text that wraps."""
+"""Heading, and the class of its cells: "n" for figures, "t" for short text; "l" for labels and "w" for long text wrap."""
 
 
 def esc(text: object) -> str:

@@ -10,7 +10,7 @@ from importlib.resources import files
 
 from planner import charts
 from planner.curve import hours_at, usable
-from planner.heatmap import heat_map, runs, series_title
+from planner.heatmap import ends, heat_map, runs, series_title
 from planner.markup import (
     NONE,
     band_text,
@@ -113,10 +113,10 @@ def _bounds(data: dict) -> str:
 def _maps(data: dict) -> str:
     """A map for each series, the pick's first, those past OPEN_MAPS folded."""
     ordered = sorted((s for s in data["series"] if s["cells"]), key=lambda s: not any(c["pick"] for c in s["cells"]))
-    folds = len(ordered) > OPEN_MAPS
+    folds, (low, high) = len(ordered) > OPEN_MAPS, ends(ordered)
     drawn = []
     for i, series in enumerate(ordered):
-        title, body = esc(series_title(series)), heat_map(series)
+        title, body = esc(series_title(series)), heat_map(series, low, high)
         drawn.append(f"<details><summary>{title}</summary>{body}</details>" if folds and i else f"<h3>{title}</h3>{body}")
     return _section("maps", "Throughput over batch and length", *drawn)
 
@@ -144,7 +144,7 @@ def _hours(data: dict) -> str:
         chart = charts.hours(points, corpus * epochs) if len(points) > 1 else ""
     rows = [(esc(label), count_text(tokens), under(hours_text(mid), band_text(low, mid, high, hours_text)))
             for label, tokens, low, mid, high in data["corpora"]]
-    head = (("corpus", "w"), ("tokens", "n"), ("hours", "n"))
+    head = (("corpus", "l"), ("tokens", "n"), ("hours", "n"))
     return _section("hours", "Hours for a corpus", live, chart, table("hours of each corpus", head, rows))
 
 
@@ -157,29 +157,30 @@ def _slider(name: str, shown: str, low: float, value: float, high: float) -> str
 
 def _sizes(data: dict) -> str:
     sizes = data["sizes"]
-    head = (("model", "t"), ("parameters", "n"), ("pick", "t"), ("tok/s", "n"), ("peak", "n"), ("hours", "n"),
-            ("tokens a parameter", "n"), ("note", "w"))
+    head = (("model", "l"), ("parameters", "n"), ("tok/s", "n"), ("peak", "n"), ("hours", "n"), ("tokens a parameter", "n"),
+            ("pick", "t"), ("note", "w"))
     fastest, largest = (max((number(s[name]) or 0.0 for s in sizes), default=0.0) for name in ("tok_s", "peak_bytes"))
     rows = []
     for s in sizes:
         hours = s["hours"] or {"low": None, "mid": None, "high": None}
-        rows.append((esc(s["model"]), count_text(s["parameters"]), esc(s["pick"] or NONE),
+        rows.append((esc(s["model"]), count_text(s["parameters"]),
                      bar(s["tok_s"], fastest, tok_s_text(s["tok_s"])),
                      bar(s["peak_bytes"], largest, bytes_text(s["peak_bytes"])),
                      under(hours_text(hours["mid"]), band_text(hours["low"], hours["mid"], hours["high"], hours_text)),
-                     figure(s["tokens_per_parameter"], lambda v: f"{v:,.3g}"), esc(s["note"] or "")))
+                     figure(s["tokens_per_parameter"], lambda v: f"{v:,.3g}"), esc(s["pick"] or NONE), esc(s["note"] or "")))
     return _section("sizes", "Sizes side by side", table("sizes side by side", head, rows))
 
 
 def _receipts(data: dict) -> str:
     receipts = data["receipts"]
     texts = (("tok_s", tok_s_text), ("peak_bytes", bytes_text), ("hours", hours_text))
-    head = (("run", "w"), ("model", "t"), ("step", "t"), ("tok/s", "n"), ("peak", "n"), ("time", "n"))
+    head = (("run", "l"), ("tok/s", "n"), ("peak", "n"), ("time", "n"))
     rows = []
     for r in receipts:
         figures = (under(f"{text(r['actual'].get(key))} <b>{ratio_text(r['ratio'].get(key))}</b>",
                          f"planned {text(r['planned'].get(key))}") for key, text in texts)
-        rows.append((under(esc(r["run"]), time_text(r["at"])), esc(r["model"] or NONE), esc(r["step"] or NONE), *figures))
+        about = ", ".join([*(esc(v) for v in (r["model"], r["step"]) if v), time_text(r["at"])])
+        rows.append((under(esc(r["run"]), about), *figures))
     return _section("receipts", "Planned against actual", charts.ratios(receipts),
                     table("planned against actual", head, rows))
 
@@ -216,11 +217,11 @@ def _against(cell: dict, limit_bytes: float | None) -> str:
 
 
 RECORD_COLUMNS: Sequence[tuple[str, str, str]] = (
-    ("model", "model", "t"), ("batch", "batch", "n"), ("length", "length", "n"),
-    ("accum", "accum", "n"), ("engine", "engine", "t"), ("recompute", "recompute", "t"), ("update", "update", "t"),
-    ("vocab", "vocab", "n"), ("status", "status", "t"), ("tok_s", "tok/s", "n"), ("step_s", "step", "n"),
-    ("peak_bytes", "peak", "n"), ("reserved_peak_bytes", "reserved", "n"), ("allocated_peak_bytes", "allocated", "n"),
-    ("at", "measured", "t"), ("why", "why", "w"))
+    ("model", "model", "t"), ("batch", "batch", "n"), ("length", "length", "n"), ("accum", "accum", "n"),
+    ("status", "status", "t"), ("tok_s", "tok/s", "n"), ("step_s", "step", "n"), ("peak_bytes", "peak", "n"),
+    ("engine", "engine", "t"), ("recompute", "recompute", "t"), ("update", "update", "t"), ("vocab", "vocab", "n"),
+    ("reserved_peak_bytes", "reserved", "n"), ("allocated_peak_bytes", "allocated", "n"), ("at", "measured", "t"),
+    ("why", "why", "w"))
 """Key in a record, heading, class of the cells."""
 
 _RECORD_TEXTS = {"tok_s": tok_s_text, "step_s": step_text, "peak_bytes": bytes_text, "reserved_peak_bytes": bytes_text,
