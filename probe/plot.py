@@ -38,7 +38,7 @@ def heat_map(records: list[Record], title: str, limit_bytes: int | None, path: P
     """Two maps of one series in a PNG, tok/s and peak in GB, batches down and lengths across: cells that failed bear their
     status, cells never run a dot, peaks over the limit are in red, the fastest that fits has a frame, and a red line is the
     cliff. The file is the old one or the whole new one; UserError if it can't be written."""
-    _write(path, _draw(CellMap.of(records, limit_bytes, cliff_bytes), title))
+    write_whole(path, _draw(CellMap.of(records, limit_bytes, cliff_bytes), title))
 
 
 def _draw(cells: CellMap, title: str) -> bytes:
@@ -132,7 +132,7 @@ def _legend(figure, cells: CellMap) -> None:
         figure.legend(handles=signs, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """Writes `data` so that the file is the old one or the whole new one, whenever the machine stops."""
     path = Path(path)
     if not path.name or os.path.isdir(path):

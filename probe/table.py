@@ -54,6 +54,29 @@ class Series:
         return f"{_cut(self.model, 40)}, {self.engine}, recompute {self.recompute}, accumulation {self.accum}{extra}"
 
 
+Places = frozenset[tuple[int, int]]
+"""(row, column) each: of the sorted batches and lengths."""
+
+
+def frontier(rows: int, columns: int, good: Iterable[tuple[int, int]], failed: Iterable[tuple[int, int]]) -> tuple[
+        Places, Places, Places, Places]:
+    """The cells on either side of the cliff and its edges, as CellMap has them: good, bad, upright, level. `failed` cells
+    are known to be beyond it; those that are neither and lie past one are bad with it."""
+    good, failed = frozenset(good), frozenset(failed)
+    places = [(r, c) for r in range(rows) for c in range(columns)]
+    beyond = set()
+    for r, c in places:
+        if (r, c) in failed or (r - 1, c) in beyond or (r, c - 1) in beyond:
+            beyond.add((r, c))
+    bad = failed | (beyond - good)
+
+    def parted(a: tuple[int, int], b: tuple[int, int]) -> bool:
+        return (a in good and b in bad) or (a in bad and b in good)
+
+    return (good, bad, frozenset((r, c) for r, c in places if parted((r, c - 1), (r, c))),
+            frozenset((r, c) for r, c in places if parted((r - 1, c), (r, c))))
+
+
 @dataclass(frozen=True)
 class CellMap:
     """The cells of one series by place: (row, column), of the sorted batches and lengths.
@@ -87,21 +110,9 @@ class CellMap:
                     default=None)
         fitting = {at for at, r in placed.items() if r.status == "fits"}
         over = {at for at in fitting if bound and (placed[at].peak_bytes or 0) > bound[0]}
-        good = fitting - over
-        bad = over | {at for at, r in placed.items() if r.status in BEYOND}
-        places = [(r, c) for r in range(len(batches)) for c in range(len(lengths))]
-        beyond = set()
-        for r, c in places:
-            if (r, c) in bad or (r - 1, c) in beyond or (r, c - 1) in beyond:
-                beyond.add((r, c))
-        bad |= beyond - good
-
-        def parted(a: tuple[int, int], b: tuple[int, int]) -> bool:
-            return (a in good and b in bad) or (a in bad and b in good)
-
-        return cls(batches, lengths, placed, bound, frozenset(over), frozenset(good), frozenset(bad),
-                   upright=frozenset((r, c) for r, c in places if parted((r, c - 1), (r, c))),
-                   level=frozenset((r, c) for r, c in places if parted((r - 1, c), (r, c))),
+        good, bad, upright, level = frontier(
+            len(batches), len(lengths), fitting - over, over | {at for at, r in placed.items() if r.status in BEYOND})
+        return cls(batches, lengths, placed, bound, frozenset(over), good, bad, upright, level,
                    pick=max(good, key=lambda at: (placed[at].tok_s, at), default=None))
 
     @property
