@@ -1,11 +1,14 @@
 """The sweet spot among measured cells, with its reasons, the runners-up and the rejected: pure."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from probe.cell import Cell
 from probe.cliff import can_spill, fell
 from probe.records import Record, latest
 from probe.search import LONG
+from probe.stats import median_interval
 from trainer.config import StepConfig
 from trainer.errors import NoPlan
 from trainer.units import format_bytes, format_count
@@ -39,11 +42,23 @@ class Candidate:
     def tok_s(self) -> float:
         return self.step.tokens / self.step_s
 
+    def interval(self) -> tuple[float, float]:
+        """tok/s between which the 95% interval of the measured median lies; (0, inf) from fewer than 6 times."""
+        fastest_s, slowest_s = median_interval(self.record.step_s)
+        if fastest_s <= 0:
+            return 0.0, math.inf
+        whole = self.tok_s * self.record.median_step_s
+        return whole / slowest_s, whole / fastest_s
+
     def name(self) -> str:
-        s = self.step
-        extra = "" if (s.engine, s.recompute) == ("eager", "none") else f" {s.engine}/{s.recompute}"
-        extra += "" if s.update == "after" else " update=backward"
-        return f"B={s.batch} L={s.length}" + (f" accum={s.accum}" if s.accum > 1 else "") + extra
+        return step_name(self.step)
+
+
+def step_name(step: StepConfig) -> str:
+    """"B=4 L=512", and what is not usual about it."""
+    extra = "" if (step.engine, step.recompute) == ("eager", "none") else f" {step.engine}/{step.recompute}"
+    extra += "" if step.update == "after" else " update=backward"
+    return f"B={step.batch} L={step.length}" + (f" accum={step.accum}" if step.accum > 1 else "") + extra
 
 
 @dataclass(frozen=True)
@@ -78,7 +93,10 @@ def choose(records: list[Record], limit_bytes: int, tokens_wanted: int, tokens_a
     do.
     """
     newest = list(latest(records).values())
-    reasons = {r.cell: reject(r, limit_bytes, newest) for r in newest}
+    alike: dict[tuple, list[Record]] = {}
+    for r in newest:
+        alike.setdefault(_option(r.cell), []).append(r)
+    reasons = {r.cell: reject(r, limit_bytes, alike[_option(r.cell)]) for r in newest}
     rejected = [{"cell": _cell(r.cell), "why": why} for r in newest if (why := reasons[r.cell])]
     fitting = [r for r in newest if not reasons[r.cell] and (length is None or r.cell.length == length)]
     if not fitting:
@@ -106,21 +124,53 @@ def choose(records: list[Record], limit_bytes: int, tokens_wanted: int, tokens_a
         candidates = [c for c in candidates if c.step.length == longest]
         fastest = max(candidates, key=lambda c: c.tok_s)
     near = [c for c in candidates if c.tok_s >= (1 - NEAR) * fastest.tok_s]
-    pick = min(near, key=lambda c: (c.record.peak_bytes or 0, -c.tok_s))
+    pick = min(near, key=lambda c: (c.record.peak_bytes or 0, -c.tok_s, c.name()))
     if pick is fastest:
         why.append(f"{pick.name()}: the fastest that fits, {pick.tok_s:,.0f} tok/s at {format_bytes(pick.record.peak_bytes)}"
                    f" under the {format_bytes(limit_bytes)} limit")
     else:
         why.append(f"{pick.name()}: within {NEAR:.0%} of the fastest ({fastest.name()}, {fastest.tok_s:,.0f} tok/s) with "
                    f"{format_bytes(pick.record.peak_bytes)} instead of {format_bytes(fastest.record.peak_bytes)}")
+    why += _ties(pick, near)
+    why += [line for group in alike.values() for line in contradictions(group, reasons)]
     if pick.step.tokens < 0.8 * tokens_wanted and pick.record.cell.accum == 1 and pick.step.update == "after":
         why.append(f"no accumulation, as none was measured; {tokens_wanted:,} tokens a step would need: probe grid --model "
                    f"{pick.record.cell.model} --batch {pick.step.batch} --length {pick.step.length} --accum 2"
                    + _options(pick.record.cell))
-    others = sorted((c for c in candidates if c is not pick), key=lambda c: -c.tok_s)[:5]
+    others = sorted((c for c in candidates if c is not pick), key=lambda c: (-c.tok_s, c.name()))[:5]
+    leanest = min(candidates, key=lambda c: (c.record.peak_bytes or 0, -c.tok_s, c.name()))
+    if leanest is not pick and leanest not in others:
+        others.append(leanest)
     runners_up = [{"cell": _cell(c.record.cell) | {"accum": c.accum}, "tok_s": c.tok_s, "peak_bytes": c.record.peak_bytes,
-                   "hours_ratio": pick.tok_s / c.tok_s} for c in others]
+                   "hours_ratio": pick.tok_s / c.tok_s,
+                   "saves_bytes": (pick.record.peak_bytes or 0) - (c.record.peak_bytes or 0)} for c in others]
     return Choice(pick, why, runners_up, rejected)
+
+
+def _option(cell: Cell) -> tuple:
+    return cell.engine, cell.recompute, cell.update
+
+
+def _ties(pick: Candidate, near: Sequence[Candidate]) -> list[str]:
+    """Which of the near ones can't be told apart from the pick by what was measured."""
+    low, high = pick.interval()
+    alike = [c.name() for c in near if c is not pick and high >= c.interval()[0] and c.interval()[1] >= low]
+    return [f"{', '.join(sorted(alike))}: no slower and no faster than the pick, within the noise of what was measured"
+            ] if alike else []
+
+
+def contradictions(records: Sequence[Record], reasons: dict[Cell, list[str]]) -> list[str]:
+    """Failures that a cell which fits belies: one that needs at least as much memory. `records` are of one option."""
+    found = []
+    for bad in records:
+        if bad.status not in ("spills", "oom", "thrashes"):
+            continue
+        larger = [r for r in records if not reasons[r.cell] and r.cell != bad.cell and bad.cell.within(r.cell)]
+        if larger:
+            b, a = bad.cell, min(larger, key=lambda r: (r.cell.batch * r.cell.length, r.cell.accum)).cell
+            found.append(f"B={b.batch} L={b.length} {bad.status} where the larger B={a.batch} L={a.length} fits: one of the "
+                         f"two was disturbed, or memory has a bump there; probe grid --again tells")
+    return found
 
 
 def _candidates(fitting: list[Record], tokens_wanted: int) -> list[Candidate]:

@@ -7,31 +7,43 @@ from pathlib import Path
 import click
 
 from trainer.cli import HELP, Output, given, guarded, json_option, print_rows
+from trainer.errors import NoPlan, UserError
+
+results_option = click.option("--results", default="results", show_default=True, type=click.Path(path_type=Path),
+                              metavar="DIR")
+records_option = click.option("--records", "files", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
+                              help="Plan from these records; may be repeated.")
 
 
-@click.command(context_settings=HELP)
+@click.group(invoke_without_command=True, context_settings=HELP, no_args_is_help=True)
 @click.option("--corpus", metavar="100M|FILE", help="Tokens to train on, or a token file to count.")
 @click.option("--hours", metavar="H", help="Instead of --corpus: as many tokens as so many hours take (12, 90m).")
 @click.option("--epochs", default=1.0, show_default=True, type=click.FloatRange(0, 1e5, min_open=True),
               help="Times that the corpus is seen.")
-@click.option("--model", metavar="M", help="Size to plan for.  [default: the one that was measured]")
+@click.option("--model", metavar="M[,M]", help="Size to plan for; several are shown side by side, and the first is "
+                                               "planned.  [default: the one that was measured]")
 @click.option("--vocab", metavar="N", help="Its vocabulary.  [default: the one that was measured]")
 @click.option("--length", metavar="L", help="Tokens in a sequence.  [default: the longest within 5% of the fastest]")
 @click.option("--tokens-per-step", metavar="N", help="Tokens in an optimizer step.  [default: by the corpus]")
 @click.option("--limit", metavar="5GB", help="Memory that may be used.  [default: 97% of the cliff]")
 @click.option("--device", metavar="NAME", help="Device to plan for: a folder under results/.  [default: this machine's]")
-@click.option("--records", "files", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
-              help="Plan from these records; may be repeated.")
-@click.option("--results", default="results", show_default=True, type=click.Path(path_type=Path), metavar="DIR")
+@records_option
+@results_option
 @click.option("--out", "out_path", default="results/plan.json", show_default=True, type=click.Path(path_type=Path),
               metavar="FILE", help="The plan to write.")
 @json_option
-def cli(corpus, hours, epochs, model, vocab, length, tokens_per_step, limit, device, files, results, out_path,
+@click.pass_context
+def cli(ctx, corpus, hours, epochs, model, vocab, length, tokens_per_step, limit, device, files, results, out_path,
         as_json) -> None:
     """Choose the sweet spot among measured cells, and forecast the hours of a corpus."""
+    if ctx.invoked_subcommand:
+        if corpus or hours or model or device or files:
+            raise click.UsageError(f"options of a plan don't go with `plan {ctx.invoked_subcommand}`; put its own after it")
+        return
+    from planner import known as at_hand
     from planner import report
-    from planner.build import Question, build, device_file, of_device, of_model, read_records
-    from probe.cliff import Cliff
+    from planner.build import Question, build, side_by_side
+    from trainer.device import software_here
     from trainer.units import parse_bytes, parse_count, parse_hours
 
     if (corpus is None) == (hours is None):
@@ -40,28 +52,43 @@ def cli(corpus, hours, epochs, model, vocab, length, tokens_per_step, limit, dev
         raise click.UsageError(f"--epochs {epochs} must be a number above 0")
     out = Output(as_json)
     question = Question(
-        corpus_tokens=given(corpus, _corpus), hours=given(hours, parse_hours, "--hours"), epochs=epochs, model=model,
-        vocab=given(vocab, parse_count, "--vocab"), length=given(length, parse_count, "--length"),
+        corpus_tokens=given(corpus, _corpus), hours=given(hours, parse_hours, "--hours"), epochs=epochs,
+        length=given(length, parse_count, "--length"),
         tokens_per_step=given(tokens_per_step, parse_count, "--tokens-per-step"),
         limit_bytes=given(limit, parse_bytes, "--limit"))
-    records = of_model(of_device(read_records(results, files, out.say), device, bool(files)), model, question.vocab)
-    folder = files[0].parent.parent if files else results
-    name = records[0].device
-    forecast = build(records, question, device_file(folder, name), Cliff.load(folder / name / "cliff.json"))
-    forecast.plan.save(out_path)
+    vocab = given(vocab, parse_count, "--vocab")
+    records, known = at_hand.read(results, files, device, out.say)
+    models = [name.strip() for name in model.split(",")] if model else [None]
+    forecasts = {}
+    if len(models) > 1:
+        of_each = {name: at_hand.of_model(records, name, vocab) for name in dict.fromkeys(models)}
+        forecasts = side_by_side(of_each, question, known)
+        print_rows(out, report.SIZE_HEAD, report.size_rows(forecasts))
+        forecast = next((f for f in forecasts.values() if not isinstance(f, str)), None)
+        if forecast is None:
+            raise NoPlan("; ".join(f"{name}: {why}" for name, why in forecasts.items()))
+    else:
+        forecast = build(at_hand.of_model(records, models[0], vocab), question, known)
+    plan = forecast.plan
+    plan.save(out_path)
     for line in report.lines(forecast):
         out.say(line)
-    if forecast.plan.runners_up:
-        print_rows(out, ("runner-up", "tok/s", "peak", "time"), report.runner_rows(forecast))
-    print_rows(out, ("corpus", "low", "hours", "high"), report.hour_rows(forecast))
+    if changed := plan.other_software(software_here(plan.device)):
+        out.say(f"note: measured with {', '.join(changed)}; measure again with probe grid --again")
+    if plan.runners_up:
+        print_rows(out, report.RUNNER_HEAD, report.runner_rows(forecast))
+    if past := report.past_rows(forecast, known.past):
+        print_rows(out, report.PAST_HEAD, past)
+    print_rows(out, report.CORPUS_HEAD, report.hour_rows(forecast))
     out.say(f"written to {out_path}")
-    out.result(forecast.plan.to_json() | {"out": str(out_path), "hours": {
-        str(size): dataclasses.asdict(span) for size, span in forecast.table.items()}})
+    out.result(plan.to_json() | {
+        "out": str(out_path), "energy_kwh": forecast.energy_kwh,
+        "hours": {str(size): dataclasses.asdict(span) for size, span in forecast.table().items()},
+        "models": {name: f if isinstance(f, str) else f.plan.to_json() for name, f in forecasts.items()}})
 
 
 def _corpus(text: str) -> int:
     """Tokens of a count ("100M") or of a token file."""
-    from trainer.errors import UserError
     from trainer.units import parse_count
 
     if Path(text).is_file():
@@ -75,6 +102,42 @@ def _corpus(text: str) -> int:
         return parse_count(text, "--corpus")
     except UserError:
         raise UserError(f"--corpus {text!r} is neither a number of tokens, such as 100M, nor a file that is there") from None
+
+
+@cli.command("report", context_settings=HELP)
+@click.option("--plan", "plan_path", type=click.Path(path_type=Path), metavar="FILE",
+              help="The plan to show.  [default: results/plan.json; without one, what was measured]")
+@click.option("--device", metavar="NAME", help="Without a plan, whose records to show.  [default: this machine's]")
+@records_option
+@results_option
+@click.option("--out", "out_path", type=click.Path(path_type=Path), metavar="FILE",
+              help="The page to write; pictures go beside it.  [default: report.html beside the plan]")
+@json_option
+def report_command(plan_path, device, files, results, out_path, as_json) -> None:
+    """Write a plan as one page that opens without a network, with its pictures as PNG beside it."""
+    from planner import known as at_hand
+    from planner.gather import page_data
+    from planner.page import html_page
+    from planner.pictures import draw
+    from trainer.device import software_here
+    from trainer.files import write_whole
+    from trainer.plan import Plan
+
+    out = Output(as_json)
+    wanted = plan_path or Path("results/plan.json")
+    plan = Plan.load(wanted) if plan_path or (wanted.exists() and device is None) else None
+    records, known = at_hand.read(results, files, plan.device if plan else device, out.say)
+    notes = []
+    if plan and (changed := plan.other_software(software_here(plan.device))):
+        notes.append(f"measured with {', '.join(changed)}: the forecast is not for what runs here")
+    data = page_data(plan, records, known, notes)
+    out_path = out_path or wanted.with_name("report.html")
+    write_whole(out_path, html_page(data).encode())
+    pictures = draw(data, out_path.parent)
+    out.say(f"written to {out_path}; open it in a browser")
+    for picture in pictures:
+        out.say(f"picture {picture}")
+    out.result({"out": str(out_path), "pictures": [str(p) for p in pictures]})
 
 
 def main() -> None:

@@ -81,8 +81,7 @@ def _tile(label: str, value: str, more: str) -> str:
 def _pick(data: dict) -> str:
     plan = data["plan"]
     if plan is None:
-        nearest = f'<p>The nearest: {esc(data["nearest"])}</p>' if data.get("nearest") else ""
-        return _section("pick", "Nothing fits", f'<p class="failure">{esc(data["failure"])}</p>', nearest, _bounds(data))
+        return _section("pick", "No plan", f'<p class="failure">{esc(data["failure"])}</p>', _bounds(data))
     step, model, predicted = plan["step"], plan["model"], plan["predicted"]
     tokens = step["batch"] * step["length"] * step["accum"]
     tok_s, peak, hours = (predicted[name] for name in ("tok_s", "peak_bytes", "hours"))

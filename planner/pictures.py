@@ -8,7 +8,7 @@ from planner import ticks
 from planner.charts import RATIOS, drawn_ratio, reach
 from planner.curve import usable
 from planner.markup import bytes_text, count_text, hours_text, number, tok_s_text
-from probe.plot import write_whole
+from trainer.files import write_whole
 
 INK, ACCENT, WARN, BAND = "#182126", "#0b6872", "#a33a00", "#0b687233"
 DPI = 130

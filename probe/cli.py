@@ -261,6 +261,37 @@ def estimate(models, batches, lengths, accums, engines, recomputes, update, voca
 
 
 @cli.command(context_settings=HELP)
+@click.option("--plan", "plan_path", required=True, type=click.Path(path_type=Path), metavar="FILE", help="The plan to run.")
+@click.option("--minutes", default=10.0, show_default=True, type=click.FloatRange(0.1, 1440), help="For how long at most.")
+@device_option
+@results_option
+@json_option
+def soak(plan_path, minutes, device, results, as_json) -> None:
+    """Run a plan's step until its speed has settled: does it hold when the card is warm?
+
+    Plans that are made afterwards count what was lost in their hours.
+    """
+    from probe.grid import soaked
+    from probe.soak import lines
+    from probe.store import alone
+    from trainer.live import Live
+    from trainer.plan import Plan
+
+    out = Output(as_json)
+    plan = Plan.load(plan_path)
+    with _device(results, device) as (workers, facts, store, _), alone(facts):
+        if facts.fingerprint != plan.device:
+            raise UserError(f"{plan_path} was planned on {plan.device}, and this is {facts.fingerprint}; plan for this one")
+        with Live(out.console()) as live:
+            found = soaked(workers, _name(device, facts), facts, plan, minutes, store.soaks, live.update)
+    for line in lines(found):
+        out.say(line)
+    out.say(f"kept in {store.soaks}")
+    out.result(found.to_json() | {"first_s": found.first_s, "settled_s": found.settled_s, "factor": found.factor,
+                                  "energy_wh": found.energy_wh})
+
+
+@cli.command(context_settings=HELP)
 @of_what_is_measured
 def show(model, device, limit, results, as_json) -> None:
     """Show what has been measured: tok/s and peak over batch and length, and the cliff as a line."""

@@ -7,15 +7,17 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from probe import records, search
+from probe import jsonl, records, search
 from probe.cell import Cell, planes, shape
 from probe.cliff import Cliff
 from probe.estimate import CardMemory, estimate
 from probe.records import SCHEMA, Record
+from probe.soak import Soak, Window
 from probe.verdict import Card, judge, slow_step_s, stuck
 from probe.worker import Workers
-from trainer.device import DeviceFacts
+from trainer.device import DeviceFacts, on_battery
 from trainer.errors import UserError
+from trainer.plan import Plan
 
 LOOK_S = 120
 """A question to the driver that takes longer is taken for a hang."""
@@ -24,9 +26,10 @@ UNDECIDED = ("timeout", "crashed", "contended")
 """Verdicts that say nothing lasting of a cell: a grid that is started again measures it again."""
 
 
-def ask(workers: Workers, function: str, args: tuple, host: bool = False) -> dict:
-    """What `function` measured; UserError with the reason if it did not end well."""
-    outcome = workers.run(function, args, LOOK_S, host)
+def ask(workers: Workers, function: str, args: tuple, host: bool = False, seconds: float = LOOK_S,
+        watch=lambda progress: None) -> dict:
+    """What `function` measured; UserError with the reason if it did not end well. `watch` sees its progress meanwhile."""
+    outcome = workers.run(function, args, seconds, host, watch)
     if outcome.measured is not None:
         return outcome.measured
     if outcome.error and outcome.error[0] == "UserError":
@@ -88,6 +91,39 @@ def _memory(workers: Workers, device: str, facts: DeviceFacts) -> dict:
     recorded = CardMemory(context_bytes=context, graph_bytes=0)
     more = graph["device_peak_bytes"] - graph["reserved_peak_bytes"] - recorded.context(cell.step, shape(cell))
     return {"context_bytes": context, "graph_bytes": max(0, more)}
+
+
+def soaked(workers: Workers, device: str, facts: DeviceFacts, plan: Plan, minutes: float, path: Path, live) -> Soak:
+    """Runs a plan's step for `minutes`, or until it has settled, and puts what was seen on disk, an interrupted soak too."""
+    step, battery = plan.step, on_battery()
+    cell = Cell(plan.model.name, step.batch, step.length, step.accum, step.engine, step.recompute, plan.model.vocab,
+                step.update)
+    seen = {"windows": []}
+
+    def watch(progress: dict) -> None:
+        seen.update({k: v for k, v in progress.items() if k == "windows"})
+        if seen["windows"]:
+            last = seen["windows"][-1]
+            live(f"{last['at_s']:.0f} of {minutes * 60:.0f} s  {step.tokens / last['step_s']:,.0f} tok/s"
+                 + (f"  {last['temperature_c']:.0f} degrees" if last["temperature_c"] is not None else ""))
+
+    def keep(settled: bool) -> Soak:
+        windows = tuple(Window(**w) for w in seen["windows"])
+        soak = Soak(1, _now(), facts.fingerprint, facts.software, cell, minutes, windows[-1].at_s, windows, settled, battery)
+        jsonl.append(path, soak.to_json())
+        return soak
+
+    try:
+        found = ask(workers, "probe.soaking:measure", (plan.model, cell, device, facts.uuid, minutes * 60),
+                    facts.kind == "cpu", LOOK_S + minutes * 120, watch)
+    except KeyboardInterrupt:
+        if len(seen["windows"]) >= 3:
+            keep(settled=False)
+        raise
+    seen["windows"] = found["windows"]
+    if not seen["windows"]:
+        raise UserError(f"no step ended within {minutes * 60:.0f} s; give more --minutes")
+    return keep(found["settled"])
 
 
 class Bench:

@@ -2,14 +2,13 @@
 
 import io
 import math
-import os
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 from probe.records import Record
 from probe.table import CellMap, peak_text, tok_s_text
-from trainer.errors import UserError
+from trainer.files import write_whole
 from trainer.units import format_bytes
 
 CELL_IN = 0.92, 0.4
@@ -130,24 +129,3 @@ def _legend(figure, cells: CellMap) -> None:
         signs.append(Line2D([], [], linestyle="none", marker="o", markersize=2.5, color="0.75", label="never run"))
     if signs:
         figure.legend(handles=signs, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes `data` so that the file is the old one or the whole new one, whenever the machine stops."""
-    path = Path(path)
-    if not path.name or os.path.isdir(path):
-        raise UserError(f"can't write {path}: it is a folder; name a file in it")
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "wb") as f:
-                f.write(data)
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    except OSError as e:
-        raise UserError(f"can't write {path}: {e.strerror or e}") from None

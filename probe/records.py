@@ -1,13 +1,13 @@
 """Records of measured cells: the schema, appended to and read from JSON lines."""
 
 import dataclasses
-import json
-import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from probe import jsonl
 from probe.cell import Cell
 from trainer.config import ModelConfig, from_fields
 from trainer.errors import UserError
@@ -115,59 +115,28 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
-def load(path: Path | str, say=lambda line: None) -> list[Record]:
-    """The records of a file, oldest first. A torn last line (a process killed while writing) is named by `say` and left
-    out; any other damage is a UserError with file and line."""
-    try:
-        data = Path(path).read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"records {path}: no such file; `probe grid` makes one") from None
-    except OSError as e:
-        raise UserError(f"records {path}: {e.strerror or e}") from None
-    lines = data.split(b"\n")
-    records = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            records.append(Record.from_json(json.loads(line)))
-        except (ValueError, RecursionError):
-            if number == len(lines):
-                say(f"records {path}: line {number} is torn and left out")
-                continue
-            raise UserError(f"records {path}, line {number} is not JSON: {line[:40].decode(errors='replace')!r}") from None
-        except UserError as e:
-            raise UserError(f"records {path}, line {number}: {e}") from None
-    return records
+_DEVICE = re.compile(rb'(?<!\\)"device": *"([^"\\]+)"')
+"""A record's device, without reading the rest of its line: 100,000 lines take 0.1 s so, and 6 s as records."""
+
+
+def devices(path: Path | str) -> list[str]:
+    """The devices that a file has records of, in the order in which they come first."""
+    return list(dict.fromkeys(name.decode(errors="replace") for name in _DEVICE.findall(jsonl.read(path, "records"))))
+
+
+def load(path: Path | str, say=lambda line: None, device: str | None = None) -> list[Record]:
+    """The records of a file, oldest first, or those of one `device`. A torn last line (a process killed while writing) is
+    named by `say` and left out; any other damage is a UserError with file and line."""
+    def is_others(line: bytes) -> bool:
+        found = device and _DEVICE.search(line)
+        return bool(found) and found[1] != device.encode()
+
+    return [r for r in jsonl.load(path, "records", Record.from_json, say, is_others) if device in (None, r.device)]
 
 
 def append(path: Path, record: Record) -> None:
-    """Adds one line, on disk when this returns. A torn last line is set aside in <path>.torn first."""
-    line = json.dumps(record.to_json()).encode() + b"\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab+") as f:
-            _set_torn_aside(f, path)
-            f.write(line)
-            f.flush()
-            os.fsync(f.fileno())
-    except OSError as e:
-        raise UserError(f"can't write {path}: {e.strerror or e}") from None
-
-
-def _set_torn_aside(f, path: Path) -> None:
-    size = f.seek(0, os.SEEK_END)
-    if not size:
-        return
-    f.seek(-1, os.SEEK_END)
-    if f.read(1) == b"\n":
-        return
-    f.seek(0)
-    start = f.read().rfind(b"\n") + 1
-    f.seek(start)
-    with open(path.with_name(path.name + ".torn"), "ab") as aside:
-        aside.write(f.read() + b"\n")
-    f.truncate(start)
+    """Adds one line, on disk when this returns."""
+    jsonl.append(path, record.to_json())
 
 
 def latest(records: Iterable[Record]) -> dict[tuple[str, Cell], Record]:

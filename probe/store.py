@@ -11,7 +11,6 @@ from trainer.device import DeviceFacts
 from trainer.errors import UserError
 from trainer.files import read_json, write_json
 
-
 TAKEN = ("memory", "start_up_s", "first_copy_bytes_s", "copy_bytes_s")
 
 
@@ -22,6 +21,7 @@ class Store:
         self.folder = results / facts.fingerprint
         self.records = self.folder / "records.jsonl"
         self.cliff_file = self.folder / "cliff.json"
+        self.soaks = self.folder / "soak.jsonl"
         self._path = self.folder / "device.json"
         self.device = {"schema": 1, **dataclasses.asdict(facts), **extra}
         if self._path.exists():

@@ -4,11 +4,12 @@ import math
 from pathlib import Path
 
 from planner.build import Question, build
-from probe.table import series_of
+from planner.gather import page_data
+from planner.known import Known
 from trainer.errors import NoPlan
 
 EMPTY = {"title": "A plan", "at": "2026-01-01T00:00:00+00:00", "device": "gtx", "notes": [], "plan": None,
-         "failure": "no cell fits", "nearest": None,
+         "failure": "no cell fits",
          "limit_bytes": None, "limit_from": "", "cliff_bytes": None, "series": [], "curve": [],
          "corpora": [], "sizes": [], "receipts": [], "soak": None, "records": []}
 
@@ -32,31 +33,13 @@ def record_row(r) -> dict:
             "reserved_peak_bytes": r.reserved_peak_bytes, "allocated_peak_bytes": r.allocated_peak_bytes}
 
 
-def gathered(records, limit_bytes: int, cliff_bytes: int | None = None, corpus: int = 100_000_000, **other) -> dict:
-    """The data of one model's records on one device."""
-    question = Question(corpus, None, 1.0, None, None, None, None, limit_bytes)
+def gathered(records, limit_bytes: int, corpus: int = 100_000_000, **other) -> dict:
+    """The data of one model's records on one device, with a limit of its own."""
+    question, known = Question(corpus, None, 1.0, None, None, limit_bytes), Known()
     try:
-        forecast = build(records, question, {})
-        plan, failure, picked = forecast.plan.to_json(), None, forecast.choice.pick.record.cell
+        return page_data(build(records, question, known).plan, records, known, []) | other
     except NoPlan as e:
-        plan, failure, picked = None, str(e), None
-    maps = []
-    for kind, of_series in series_of(records).items():
-        cells = [cell(r.cell.batch, r.cell.length, status=r.status, why=r.why, tok_s=r.tok_s, peak_bytes=r.peak_bytes,
-                      pick=r.cell == picked, over=(r.peak_bytes or 0) > limit_bytes) for r in of_series]
-        maps.append(series(*cells, **{name: getattr(kind, name) for name in (
-            "model", "engine", "recompute", "accum", "update", "vocab")}))
-    curve, corpora = [], []
-    if plan:
-        tok_s = plan["predicted"]["tok_s"]
-        # a wider band than the records have, so that it shows
-        band = [tok_s["high"] * 1.03, tok_s["mid"], tok_s["low"] * 0.96]
-        curve = [[n, *(n / speed / 3600 + 0.003 for speed in band)] for n in (10 ** (5 + i / 4) for i in range(25))]
-        corpora = [[f"{n // 10**6}M tokens", n, *(n / speed / 3600 for speed in band)]
-                   for n in (50_000_000, 100_000_000, 300_000_000)]
-    return EMPTY | {"title": f"{records[0].cell.model} on {records[0].device}", "device": records[0].device, "plan": plan,
-                    "failure": failure, "limit_bytes": limit_bytes, "limit_from": "as asked", "cliff_bytes": cliff_bytes,
-                    "series": maps, "curve": curve, "corpora": corpora, "records": [record_row(r) for r in records]} | other
+        return page_data(None, records, known, []) | {"failure": str(e), "limit_bytes": limit_bytes} | other
 
 
 def soak_windows(n=60) -> list[dict]:

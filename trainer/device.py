@@ -211,6 +211,20 @@ def on_battery() -> bool:
     return battery is not None and battery.power_plugged is False
 
 
+def software_here(fingerprint: str) -> dict:
+    """{torch, driver} of this machine as they are now, without importing torch; {} if the device is another machine's."""
+    from importlib import metadata
+
+    is_card = fingerprint in [slug(n) for n in nvml.names()]
+    if not is_card and fingerprint not in (slug(f"cpu {cpu_name()}"), slug(f"mps {cpu_name()} (Metal)")):
+        return {}
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = None
+    return {"torch": torch, "driver": nvml.driver() if is_card else None}
+
+
 def choose(names: list[str], name: str | None, only_one_will_do: bool) -> str:
     """Which of the measured devices `names` is meant: the one called `name` ("cuda", "cuda:1", "cpu", "mps" or a name), else
     this machine's. Another machine's is taken unnamed only if it is the only one and `only_one_will_do`. UserError lists

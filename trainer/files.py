@@ -23,18 +23,27 @@ def read_json(path: Path | str, thing: str) -> dict:
 
 
 def write_json(path: Path | str, value: dict) -> None:
-    """Writes `value` so that the file is the old one or the whole new one, whenever the machine stops."""
+    """Writes `value` as write_whole does."""
+    write_whole(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def write_whole(path: Path | str, data: bytes) -> None:
+    """Writes `data` so that the file is the old one or the whole new one, whenever the machine stops; UserError if it can't
+    be written."""
     path = Path(path)
-    if not path.name or path.is_dir():
+    if not path.name or os.path.isdir(path):
         raise UserError(f"can't write {path}: it is a folder; name a file in it")
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "w", encoding="utf-8") as f:
-            json.dump(value, f, indent=1)
-            f.write("\n")
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
+        try:
+            with open(temporary, "wb") as f:
+                f.write(data)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     except OSError as e:
         raise UserError(f"can't write {path}: {e.strerror or e}") from None

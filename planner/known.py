@@ -1,0 +1,106 @@
+"""What is on disk of one device: its records, and all that a plan takes from elsewhere than them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from planner import calibration
+from planner.calibration import Calibration, Past, calibrate
+from planner.hours import Rates
+from probe import records, soak
+from probe.cliff import Cliff
+from probe.records import Record
+from probe.soak import Soak
+from trainer.device import choose
+from trainer.errors import NoPlan, UserError
+from trainer.files import read_json
+from trainer.units import parse_count
+
+RATES = ("start_up_s", "disk_write_bytes_s", "first_copy_bytes_s", "copy_bytes_s")
+
+
+@dataclass(frozen=True)
+class Known:
+    """device.json's content, the cliff, finished runs, and soaks, oldest first; the runs may be of other devices too."""
+
+    device: dict = field(default_factory=dict)
+    cliff: Cliff | None = None
+    past: tuple[Past, ...] = ()
+    soaks: tuple[Soak, ...] = ()
+
+    def calibration(self, record: Record) -> Calibration:
+        """What past runs and soaks change about forecasts from `record`."""
+        rates = Rates(**{name: self.device.get(name) for name in RATES})
+        return calibrate(self.past, self.soaks, record.device, record.software.get("torch"), rates)
+
+    def power_w(self, record: Record) -> float | None:
+        """What the card draws when warm, or else drew at the end of the measurement."""
+        powers = [s.power_w for s in self.soaks if s.cell.step == record.cell.step and s.power_w]
+        power = powers[-1] if powers else record.readings.get("power_w")
+        return power if isinstance(power, (int, float)) and power > 0 else None
+
+
+def read(results: Path, files: tuple[Path, ...], device: str | None, say) -> tuple[list[Record], Known]:
+    """(the records of one device, oldest first, what else is known of it); UserError if there are none. Of `files`, or of
+    the device's folder under `results`; `device` as in trainer.device.choose."""
+    if files:
+        names = list(dict.fromkeys(d for f in files for d in records.devices(f)))
+        name = choose(names, device, True) if names else None
+        found = [r for path in files for r in records.load(path, say, name)]
+        folder = files[0].parent.parent / (name or "")
+    else:
+        folders = {p.parent.name: p for p in sorted(results.glob("*/records.jsonl"))}
+        if not folders:
+            raise UserError(f"no records in {results}/*/records.jsonl; `probe grid --model 150M` measures some")
+        name = choose(list(folders), device, False)
+        found, folder = records.load(folders[name], say, name), results / name
+    if not found:
+        raise UserError(f"no records in {', '.join(map(str, files)) or folder}; `probe grid --model 150M` measures some")
+    soaks = soak.load(folder / "soak.jsonl", say) if (folder / "soak.jsonl").exists() else []
+    return found, Known(device_file(folder / "device.json"), Cliff.load(folder / "cliff.json"),
+                        tuple(calibration.read(results / "runs", say)), tuple(soaks))
+
+
+def device_file(path: Path) -> dict:
+    """What `probe` noted of a device beside its records; {} if nothing."""
+    values = read_json(path, "device file") if path.exists() else {}
+    for name in RATES:
+        value = values.get(name)
+        if value is not None and not (isinstance(value, (int, float)) and value > 0):
+            raise UserError(f"device file {path}: {name} is {value!r:.40}; it must be a number above 0, or null")
+    return values
+
+
+def kinds(found: list[Record]) -> list[tuple[str, int]]:
+    """The models that were measured, each with its vocabulary; NoPlan if there is none of ours."""
+    ours = list(dict.fromkeys((r.cell.model, r.cell.vocab) for r in found if not r.cell.is_foreign))
+    if not ours:
+        raise NoPlan("all records are of somebody's own step (--step), which `train` can't run; `probe grid --model 150M` "
+                     "measures ours")
+    return ours
+
+
+def of_model(found: list[Record], model: str | None, vocab: int | None) -> list[Record]:
+    """The records of one model at one vocabulary; UserError lists what there is."""
+    there = chosen = kinds(found)
+    if model is not None:
+        wanted = parse_count(model, "--model")
+        chosen = [k for k in chosen if _count(k[0]) == wanted or k[0] == model]
+    if vocab is not None:
+        chosen = [k for k in chosen if k[1] == vocab]
+    if not chosen:
+        raise UserError(f"no records of that model; there are {_listed(there)}; `probe grid` measures others")
+    if len(chosen) > 1:
+        raise UserError(f"records of several models: choose one, of {_listed(chosen)}; or name several, as "
+                        f"--model {','.join(model for model, _ in chosen)}")
+    return [r for r in found if (r.cell.model, r.cell.vocab) == chosen[0]]
+
+
+def _listed(found: list[tuple[str, int]]) -> str:
+    return ", ".join(f"--model {model} --vocab {vocab}" for model, vocab in found)
+
+
+def _count(name: str) -> int | None:
+    try:
+        return parse_count(name)
+    except UserError:
+        return None
