@@ -1,7 +1,6 @@
 """From records to a plan."""
 
 import hashlib
-import json
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
@@ -75,7 +74,7 @@ def build(records: list[Record], question: Question, known: Known) -> Forecast:
         wanted, wanted_why = (question.tokens_per_step, "tokens per step as asked") if asked else (
             defaults.tokens_per_step(total))
         try:
-            choice = choose(records, limit_bytes, wanted, asked, question.length)
+            choice = choose(records, limit_bytes, wanted, asked, question.length, known.cliff)
         except NoPlan as e:
             raise NoPlan(f"{e}{nearest(records, question.length, limit_bytes, known.device)}") from None
         pick = choice.pick
@@ -147,5 +146,4 @@ def side_by_side(records_of: dict[str, list[Record]], question: Question, known:
 
 
 def _digest(records: list[Record]) -> str:
-    text = "\n".join(sorted(json.dumps(r.to_json(), sort_keys=True) for r in records))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256("\n".join(sorted(map(repr, records))).encode()).hexdigest()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from probe.cell import Cell
-from probe.cliff import can_spill, fell
+from probe.cliff import FALL, Cliff, can_spill, fell
 from probe.records import Record, latest
 from probe.search import LONG
 from probe.stats import median_interval
@@ -71,12 +71,15 @@ class Choice:
     rejected: list[dict]
 
 
-def reject(record: Record, limit_bytes: int, records: list[Record]) -> list[str]:
-    """Every reason against a measured cell; empty if there is none."""
+def reject(record: Record, limit_bytes: int, records: list[Record], cliff: Cliff | None = None) -> list[str]:
+    """Every reason against a measured cell; empty if there is none. `records` are of its option, the fastest first."""
     reasons = []
     if (record.peak_bytes or 0) > limit_bytes:
         reasons.append(f"{format_bytes(record.peak_bytes)} is over the {format_bytes(limit_bytes)} limit")
-    slower = fell(record.cell, record.tok_s, records) if record.step_s and can_spill(record) else None
+    fastest = next((r.tok_s for r in records if r.status == "fits"), 0)
+    may_have_fallen = record.step_s and record.tok_s * FALL < fastest and can_spill(record) and not (
+        cliff and cliff.shows_fast(record.peak_bytes))
+    slower = fell(record.cell, record.tok_s, records) if may_have_fallen else None
     if slower:
         reasons.append(slower)
     if record.status != "fits" and not (slower and record.status == "spills"):
@@ -85,7 +88,7 @@ def reject(record: Record, limit_bytes: int, records: list[Record]) -> list[str]
 
 
 def choose(records: list[Record], limit_bytes: int, tokens_wanted: int, tokens_asked: bool,
-           length: int | None) -> Choice:
+           length: int | None, cliff: Cliff | None = None) -> Choice:
     """The sweet spot for about `tokens_wanted` tokens per step; NoPlan if nothing fits.
 
     `records` are of one model on one device. Only cells that were measured as fitting are taken, with accumulation only
@@ -96,7 +99,8 @@ def choose(records: list[Record], limit_bytes: int, tokens_wanted: int, tokens_a
     alike: dict[tuple, list[Record]] = {}
     for r in newest:
         alike.setdefault(_option(r.cell), []).append(r)
-    reasons = {r.cell: reject(r, limit_bytes, alike[_option(r.cell)]) for r in newest}
+    fastest_first = {key: sorted(group, key=lambda r: -(r.tok_s or 0)) for key, group in alike.items()}
+    reasons = {r.cell: reject(r, limit_bytes, fastest_first[_option(r.cell)], cliff) for r in newest}
     rejected = [{"cell": _cell(r.cell), "why": why} for r in newest if (why := reasons[r.cell])]
     fitting = [r for r in newest if not reasons[r.cell] and (length is None or r.cell.length == length)]
     if not fitting:
@@ -162,12 +166,12 @@ def _ties(pick: Candidate, near: Sequence[Candidate]) -> list[str]:
 def contradictions(records: Sequence[Record], reasons: dict[Cell, list[str]]) -> list[str]:
     """Failures that a cell which fits belies: one that needs at least as much memory. `records` are of one option."""
     found = []
+    fitting = sorted((r.cell for r in records if not reasons[r.cell]), key=lambda c: (c.batch * c.length, c.accum))
     for bad in records:
         if bad.status not in ("spills", "oom", "thrashes"):
             continue
-        larger = [r for r in records if not reasons[r.cell] and r.cell != bad.cell and bad.cell.within(r.cell)]
-        if larger:
-            b, a = bad.cell, min(larger, key=lambda r: (r.cell.batch * r.cell.length, r.cell.accum)).cell
+        b = bad.cell
+        if a := next((c for c in fitting if b.within(c)), None):
             found.append(f"B={b.batch} L={b.length} {bad.status} where the larger B={a.batch} L={a.length} fits: one of the "
                          f"two was disturbed, or memory has a bump there; probe grid --again tells")
     return found

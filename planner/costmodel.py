@@ -19,8 +19,8 @@ from trainer.plan import Span
 SHARPNESS = 16
 """How sharply a step's time bends from the launch floor to the work: where they are equal it is 4% above them. The next step
 is launched while this one runs, so that whichever takes longer hides the other."""
-BAND_SD = 1.645
-"""Standard deviations to either side that hold 90% of a normal distribution."""
+PARTS = 4
+"""Parts of the form that records have to tell: what they have beyond that tells how sure it is."""
 FEWEST = 3
 """Records below which there is no form to fit."""
 DOUBT, DOUBTED = 3, 1.6
@@ -80,6 +80,7 @@ class CostModel:
         everything = list(dict.fromkeys([*cells, *(r.cell for r in self.fits)]))
         logs, sds, _ = _times(everything, self.fits)
         peaks = curve.peaks(everything, self.fits, {}, [None] * len(everything))
+        wide = band_sds(len(self.fits) - PARTS)
         found = []
         for cell in cells:
             i = everything.index(cell)
@@ -90,9 +91,8 @@ class CostModel:
             sd = self.scale * (sds[i] + BEYOND * beyond)
             peak = None
             if peaks:
-                mid, wide = peaks.at(0)[i], peaks.spread()[i] + BEYOND * beyond
-                peak = _span(mid, wide)
-            found.append(Prediction(_span(logs[i], sd), peak, "outside what was measured" if beyond else ""))
+                peak = _span(peaks.at(0)[i], wide * (peaks.spread()[i] + BEYOND * beyond))
+            found.append(Prediction(_span(logs[i], wide * sd), peak, "outside what was measured" if beyond else ""))
         return found
 
 
@@ -102,8 +102,15 @@ def _times(cells: list[Cell], fits: list[Record]) -> tuple[np.ndarray, np.ndarra
     return fitted.at(0), fitted.spread(), fitted.rough
 
 
-def _span(log: float, sd: float) -> Span:
-    return Span(math.exp(log - BAND_SD * sd), math.exp(log), math.exp(log + BAND_SD * sd))
+def band_sds(freedom: int) -> float:
+    """Standard deviations to either side that hold 90% of Student's t with so many degrees of freedom, at least 2
+    (Abramowitz and Stegun, 26.7.5): 2.1 with 4, towards 1.645 with many."""
+    z, n = 1.645, max(2, freedom)
+    return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+
+
+def _span(log: float, wide: float) -> Span:
+    return Span(math.exp(log - wide), math.exp(log), math.exp(log + wide))
 
 
 def _beyond(cell: Cell, fits: Sequence[Record]) -> float:

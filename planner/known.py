@@ -43,16 +43,14 @@ def read(results: Path, files: tuple[Path, ...], device: str | None, say) -> tup
     """(the records of one device, oldest first, what else is known of it); UserError if there are none. Of `files`, or of
     the device's folder under `results`; `device` as in trainer.device.choose."""
     if files:
-        names = list(dict.fromkeys(d for f in files for d in records.devices(f)))
-        name = choose(names, device, True) if names else None
-        found = [r for path in files for r in records.load(path, say, name)]
-        folder = files[0].parent.parent / (name or "")
+        found = records.of_devices(files, lambda names: choose(names, device, True), say)
+        folder = files[0].parent.parent / (found[0].device if found else "")
     else:
         folders = {p.parent.name: p for p in sorted(results.glob("*/records.jsonl"))}
         if not folders:
             raise UserError(f"no records in {results}/*/records.jsonl; `probe grid --model 150M` measures some")
         name = choose(list(folders), device, False)
-        found, folder = records.load(folders[name], say, name), results / name
+        found, folder = [r for r in records.load(folders[name], say) if r.device == name], results / name
     if not found:
         raise UserError(f"no records in {', '.join(map(str, files)) or folder}; `probe grid --model 150M` measures some")
     soaks = soak.load(folder / "soak.jsonl", say) if (folder / "soak.jsonl").exists() else []

@@ -8,7 +8,7 @@ from trainer.units import format_bytes, format_count, format_duration
 
 RUNNER_HEAD = ("runner-up", "tok/s", "time", "peak", "saves")
 CORPUS_HEAD = ("corpus", "low", "hours", "high")
-SIZE_HEAD = ("model", "pick", "tok/s", "peak", "time", "tokens a parameter")
+SIZE_HEAD = ("model", "pick", "tok/s", "peak", "time", "tok/par")
 PAST_HEAD = ("past run", "tok/s", "peak", "time")
 
 

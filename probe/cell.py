@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from trainer.config import VOCAB, ModelConfig, StepConfig
 from trainer.errors import UserError
@@ -27,7 +28,7 @@ class Cell:
             raise UserError(f"cell: model {self.model!r:.40} must be a size's name, and vocab {self.vocab!r:.40} a number")
         _ = self.step  # whose check is ours
 
-    @property
+    @cached_property
     def step(self) -> StepConfig:
         return StepConfig(self.batch, self.length, self.accum, self.engine, self.recompute, self.update)
 

@@ -56,6 +56,10 @@ class Cliff:
         """The claim on the card, context included, up to which it is fast."""
         return self.fast_bytes + self.context_bytes
 
+    def shows_fast(self, peak_bytes: int | None) -> bool:
+        """Whether so much was found to be fast and no collapse past it: what is slow then has another cause than memory."""
+        return self.kind != "collapse" and (peak_bytes or 0) <= self.device_bytes
+
     @classmethod
     def load(cls, path: Path) -> "Cliff | None":
         """What `path` holds, None if there is no such file; UserError if it is no cliff."""
@@ -102,10 +106,13 @@ def _excuse(reference: Record, length: int) -> float:
 def reference(cell: Cell, records: Iterable[Record]) -> tuple[Record, float] | None:
     """(the smaller cell that fits whose throughput demands the most of `cell`, tok/s that it demands); None if there is no
     smaller one. Smaller is no larger in batch, length and accumulation and otherwise the same."""
-    demands = [(r, r.tok_s / _excuse(r, cell.length)) for r in records
-               if r.status == "fits" and r.cell != cell and r.cell.within(cell)
-               and r.cell.batch * r.cell.length < cell.batch * cell.length]
-    return max(demands, key=lambda d: d[1], default=None)
+    found, most = None, 0.0
+    for r in records:
+        # an excuse only lowers what is demanded, so that few need be looked at closely
+        if r.status == "fits" and r.tok_s > most and r.cell.batch * r.cell.length < cell.batch * cell.length and (
+                r.cell.within(cell) and (demand := r.tok_s / _excuse(r, cell.length)) > most):
+            found, most = r, demand
+    return found and (found, most)
 
 
 def can_spill(record: Record) -> bool:

@@ -2,40 +2,49 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import UserError
 
 
-def read(path: Path | str, thing: str) -> bytes:
-    """The whole file; UserError naming `thing` if it can't be read."""
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line that is not blank: its number from 1, its bytes, and whether the file ends in it, torn maybe."""
+
+    number: int
+    text: bytes
+    is_last: bool
+
+
+def lines(path: Path | str, thing: str) -> list[Line]:
+    """Those of a file; UserError naming `thing` if it can't be read."""
     try:
-        return Path(path).read_bytes()
+        found = Path(path).read_bytes().split(b"\n")
     except FileNotFoundError:
         raise UserError(f"{thing} {path}: no such file; `probe` makes one") from None
     except OSError as e:
         raise UserError(f"{thing} {path}: {e.strerror or e}") from None
+    return [Line(number, text, number == len(found)) for number, text in enumerate(found, 1) if text.strip()]
 
 
-def load(path: Path | str, thing: str, parse: Callable, say=lambda line: None, skip=lambda line: False) -> list:
-    """`parse` of each line's value, but for lines (bytes) to `skip`. A torn last line is named by `say` and left out; any
-    other damage is a UserError with file and line."""
-    lines = read(path, thing).split(b"\n")
-    found = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or skip(line):
-            continue
+def parse(path: Path | str, thing: str, found: Iterable[Line], make: Callable, say=lambda line: None) -> list:
+    """`make` of each line's value. A torn last line is named by `say` and left out; any other damage is a UserError with
+    file and line."""
+    values = []
+    for line in found:
         try:
-            found.append(parse(json.loads(line)))
+            values.append(make(json.loads(line.text)))
         except (ValueError, RecursionError):
-            if number == len(lines):
-                say(f"{thing} {path}: line {number} is torn and left out")
+            if line.is_last:
+                say(f"{thing} {path}: line {line.number} is torn and left out")
                 continue
-            raise UserError(f"{thing} {path}, line {number} is not JSON: {line[:40].decode(errors='replace')!r}") from None
+            raise UserError(f"{thing} {path}, line {line.number} is not JSON: "
+                            f"{line.text[:40].decode(errors='replace')!r}") from None
         except UserError as e:
-            raise UserError(f"{thing} {path}, line {number}: {e}") from None
-    return found
+            raise UserError(f"{thing} {path}, line {line.number}: {e}") from None
+    return values
 
 
 def append(path: Path, value: dict) -> None:

@@ -111,6 +111,11 @@ def measure(cell: Cell, name: str, uuid: str, seconds: float, card: Card, slow_s
         found["non_local_growth_bytes"] = claim.non_local_growth()
         return found
 
+    def is_excused() -> bool:
+        """Whether slow steps have another cause than a spill: heat, or memory that was found to be fast."""
+        return bool(nvml.readings(uuid).get("throttle", 0) & device.THROTTLED
+                    or card.cliff and card.cliff.shows_fast(note()["device_peak_bytes"]))
+
     def run_until(times: list[StepTimes], enough) -> None:
         nonlocal looked
         begin = time.perf_counter()
@@ -124,7 +129,7 @@ def measure(cell: Cell, name: str, uuid: str, seconds: float, card: Card, slow_s
                         raise _Spilled
                     looked = time.perf_counter()
             is_slow = slow_s and len(times) >= SLOW_STEPS and min(t.step_s for t in times[-SLOW_STEPS:]) > slow_s
-            if is_slow and not nvml.readings(uuid).get("throttle", 0) & device.THROTTLED:  # heat is no spill
+            if is_slow and not is_excused():
                 raise _Spilled
         times.append(pace.drain())
 

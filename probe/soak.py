@@ -129,7 +129,7 @@ def _is_number(value: object) -> bool:
 
 def load(path: Path, say=lambda line: None) -> list[Soak]:
     """The soaks of a file, oldest first; damage is told as probe.records.load does."""
-    return jsonl.load(path, "soaks", Soak.from_json, say)
+    return jsonl.parse(path, "soaks", jsonl.lines(path, "soaks"), Soak.from_json, say)
 
 
 def _mean_s(windows: Sequence[Window]) -> float:

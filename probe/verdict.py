@@ -146,8 +146,8 @@ def spill(known: dict, cell: Cell, card: Card, records: Iterable[Record] = ()) -
     if moved is not None and moved > MOVED_BYTES:
         return f"{format_bytes(moved)} of it moved to system memory while it ran"
     times = known.get("step_s") or ()
-    if card.cliff and card.cliff.kind != "collapse" and (known.get("device_peak_bytes") or 0) <= card.cliff.device_bytes:
-        return None  # so much was shown to be fast here: a fall has another cause
+    if card.cliff and card.cliff.shows_fast(known.get("device_peak_bytes")):
+        return None
     if times and not int((known.get("readings") or {}).get("throttle") or 0) & THROTTLED:
         ordered = sorted(times)
         return fell(cell, cell.step.tokens / ordered[len(ordered) // 2], records)

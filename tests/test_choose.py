@@ -1,7 +1,7 @@
 """The pick was run and fits, is the fastest worth its memory, and everything against it is said."""
 
 import pytest
-from conftest import make_record
+from conftest import make_cliff, make_record
 
 from planner.choose import choose
 from trainer.errors import NoPlan
@@ -22,6 +22,51 @@ def test_over_the_limit_is_rejected_with_the_number():
 def test_a_spill_is_rejected_even_where_the_record_says_that_it_fits():
     choice = pick([make_record(4, tok_s=2269), make_record(6, tok_s=1067, peak=4.9e9)])
     assert choice.pick.step.batch == 4 and "spilled" in choice.rejected[0]["why"][0]
+
+
+def test_a_slow_cell_in_memory_that_was_found_fast_has_not_spilled():
+    """An H200's host once made a small cell twice as slow; it has 147 GB."""
+    records = [make_record(4, tok_s=2269), make_record(6, tok_s=1067, peak=4.9e9)]
+    assert choose(records, LIMIT, 2048, False, None, make_cliff("failure", 4.9e9, 5.0e9)).rejected == []
+    assert choose(records, LIMIT, 2048, False, None, make_cliff("collapse", 4.9e9, 5.0e9)).rejected != []
+
+
+def test_cells_within_the_noise_of_the_pick_are_named():
+    def noisy(batch, tok_s, peak):
+        times = [batch * 512 / tok_s * x for x in (0.96, 0.98, 0.99, 1.0, 1.01, 1.02, 1.04)]
+        return make_record(batch, 512, peak=peak, step_s=tuple(times))
+    why = pick([noisy(4, 1000, 3e9), noisy(6, 1005, 4e9), noisy(8, 700, 4.5e9)]).why
+    assert any(line.startswith("B=6 L=512: no slower and no faster") for line in why)
+    exact = [make_record(b, 512, tok_s, p, step_s=(b * 512 / tok_s,) * 9)
+             for b, tok_s, p in ((4, 1000, 3e9), (6, 1005, 4e9))]
+    assert not any("noise" in line for line in pick(exact).why)
+
+
+def test_ties_are_broken_the_same_way_whatever_the_order():
+    records = [make_record(b, n, tok_s=1000, peak=3e9) for b, n in ((4, 512), (2, 512), (8, 512))]
+    assert {pick(order).pick.step.batch for order in (records, records[::-1], records[1:] + records[:1])} == {2}
+
+
+def test_a_larger_cell_that_fits_where_a_smaller_one_failed_is_reported():
+    records = [make_record(4, tok_s=1000), make_record(6, tok_s=300, status="spills", why="moved"),
+               make_record(8, tok_s=1100, peak=4.5e9)]
+    choice = pick(records)
+    assert choice.pick.step.batch == 8
+    assert any("B=6 L=512 spills where the larger B=8 L=512 fits" in line for line in choice.why)
+    assert not any("larger" in line for line in pick(records[:2]).why)
+
+
+def test_runners_up_say_what_they_cost_and_save():
+    choice = pick([make_record(8, tok_s=1000, peak=4.5e9), make_record(1, tok_s=500, peak=2e9)])
+    (other,) = choice.runners_up
+    assert other["hours_ratio"] == pytest.approx(2) and other["saves_bytes"] == 2_500_000_000
+
+
+def test_every_engine_and_recompute_option_is_compared():
+    records = [make_record(4, tok_s=1000), make_record(4, tok_s=1300, engine="graph", peak=4.2e9),
+               make_record(16, tok_s=1200, recompute="block", peak=3e9)]
+    choice = pick(records)
+    assert choice.pick.step.engine == "graph" and len(choice.runners_up) == 2
 
 
 @pytest.mark.parametrize("status", ["thrashes", "spills", "oom", "timeout", "crashed", "contended"])

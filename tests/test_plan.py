@@ -63,4 +63,5 @@ def test_evaluations_are_at_the_start_by_cadence_and_at_the_end():
 def test_what_is_held_back_is_a_hundredth_within_bounds():
     assert held_back(1_000_000, StepConfig(4, 512)) == 10_000
     assert held_back(1000, StepConfig(4, 512)) == 513
+    assert held_back(100_000, StepConfig(4, 512)) == 2049  # a whole batch, where a hundredth has less
     assert held_back(10**9, StepConfig(4, 512)) == 16 * 4 * 512 + 1

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from trainer.errors import UserError
 from trainer.units import format_count, parse_count
@@ -81,7 +82,7 @@ class ModelConfig:
     def head_size(self) -> int:
         return self.d_model // self.heads
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Number of trained weights; the tied embedding counts once."""
         kv = self.kv_heads * self.head_size

@@ -18,8 +18,10 @@ EVAL_BATCHES = 16
 
 def held_back(tokens: int, step: StepConfig) -> int:
     """Tokens at the end of a file of `tokens` that are kept for validation where no other file is given: a hundredth,
-    at least one window, and no more than an evaluation reads."""
-    return max(step.length + 1, min(tokens // 100, EVAL_BATCHES * step.batch * step.length + 1))
+    at least one window, and no more than an evaluation reads. At least a whole batch too, unless that is over a tenth: an
+    evaluation of 26 sequences between steps of 32 left the allocator 0.7% more memory than was measured."""
+    batch = step.batch * step.length
+    return max(step.length + 1, min(tokens // 100, EVAL_BATCHES * batch + 1), min(batch + 1, tokens // 10))
 
 
 def eval_batches(corpus_tokens: int, step: StepConfig) -> int:
