@@ -59,35 +59,37 @@ def _now() -> str:
 
 
 def takes(workers: Workers, device: str, facts: DeviceFacts) -> dict:
-    """What a run takes beside its step, for device.json: `memory`, and seconds and rates of what it does once in a while. A
-    second process is started meanwhile: the first one read its libraries from disk, which a run no longer has to."""
+    """What a run takes beside its step, for device.json: `memory`, and seconds and rates of what it does once in a while."""
+    if facts.kind == "cpu":
+        cell = Cell("1M", 2, 64, vocab=500)
+        found = _small(workers, device, facts, cell)
+        tensors = estimate(cell, CardMemory("cpu", process_bytes=0)).device_bytes
+        return {"memory": {"process_bytes": found["device_peak_bytes"] - tensors}, "start_up_s": found["start_up_s"]}
     found = {}
+    # a second process meanwhile: the first one read its libraries from disk, which a run no longer has to
     starter = threading.Thread(
         target=lambda: found.update(ask(workers, "probe.measure:started", (), host=True)), daemon=True)
     starter.start()
-    found["memory"] = _memory(workers, device, facts)
+    found["memory"] = _card_memory(workers, device, facts)
     if facts.kind == "cuda":
         found |= ask(workers, "probe.measure:copy_rate", (device,))
     starter.join()
     return found
 
 
-def _memory(workers: Workers, device: str, facts: DeviceFacts) -> dict:
-    """By a small cell of each kind: fields of CardMemory, in bytes. Empty where nothing can be read."""
-    def peaks(engine: str) -> tuple[Cell, dict]:
-        cell = Cell("10M", 2, 128, engine=engine) if facts.kind != "cpu" else Cell("1M", 2, 64, vocab=500)
-        card = Card(facts.total_bytes, facts.kind != "cpu")
-        arguments = (cell, device, facts.uuid, 0.5, card, None)
-        return cell, ask(workers, "probe.measure:measure", arguments, host=not card.is_card)
+def _small(workers: Workers, device: str, facts: DeviceFacts, cell: Cell) -> dict:
+    card = Card(facts.total_bytes, facts.kind != "cpu")
+    return ask(workers, "probe.measure:measure", (cell, device, facts.uuid, 0.5, card, None), host=not card.is_card)
 
-    cell, eager = peaks("eager")
-    if facts.kind == "cpu":
-        tensors = estimate(cell, CardMemory("cpu", process_bytes=0)).device_bytes
-        return {"process_bytes": eager["device_peak_bytes"] - tensors}
+
+def _card_memory(workers: Workers, device: str, facts: DeviceFacts) -> dict:
+    """By a small cell of each kind: fields of CardMemory, in bytes. Empty where nothing can be read."""
+    eager = _small(workers, device, facts, Cell("10M", 2, 128))
     if eager["device_peak_bytes"] is None:
         return {}
     context = eager["device_peak_bytes"] - eager["reserved_peak_bytes"]
-    cell, graph = peaks("graph")
+    cell = Cell("10M", 2, 128, engine="graph")
+    graph = _small(workers, device, facts, cell)
     recorded = CardMemory(context_bytes=context, graph_bytes=0)
     more = graph["device_peak_bytes"] - graph["reserved_peak_bytes"] - recorded.context(cell.step, shape(cell))
     return {"context_bytes": context, "graph_bytes": max(0, more)}

@@ -20,7 +20,6 @@ from trainer.config import OptimizerConfig, clip_for
 from trainer.errors import UserError, is_out_of_memory
 from trainer.log import process_seconds
 from trainer.pace import Pace, StepTimes
-from trainer.plan import EVAL_BATCHES
 from trainer.step import TrainStep
 from trainer.tokens import Tokens, feed
 from trainer.usage import Claim
@@ -74,14 +73,12 @@ def disk_rate(folder: Path, size: int = 1 << 28) -> float | None:
         return None
 
 
-def fed(cell: Cell, where: torch.device) -> tuple[list[torch.Tensor], Iterator[torch.Tensor]]:
-    """(the batches that a run evaluates, each step's tokens) of random ids, the way a run feeds its own: on an H200 the
+def fed(cell: Cell, where: torch.device) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
+    """(a batch to evaluate, each step's tokens) of random ids, the way a run feeds its own: on an H200 the
     stream that copies them takes 73 MB of the card, which tokens made there would not show."""
-    rows = EVAL_BATCHES * cell.batch
-    ids = np.random.default_rng(0).integers(cell.vocab, size=rows * cell.length + 1, dtype=np.uint32)
+    ids = np.random.default_rng(0).integers(cell.vocab, size=2 * cell.batch * cell.length + 1, dtype=np.uint32)
     tokens = Tokens(ids, cell.vocab, "random")
-    windows = tokens.fixed(cell.batch, cell.length, EVAL_BATCHES)
-    return [torch.from_numpy(w) for w in windows], feed(tokens, cell.step, 0, where)
+    return torch.from_numpy(tokens.fixed(cell.batch, cell.length, 1)[0]), feed(tokens, cell.step, 0, where)
 
 
 class _Spilled(Exception):
@@ -94,6 +91,7 @@ def measure(cell: Cell, name: str, uuid: str, seconds: float, card: Card, slow_s
     `report` is told of each step, so that a process which dies leaves what it had measured. A cell that has certainly
     spilled is left at once: by its memory, or by three steps past `slow_s`. Exceptions of torch pass through.
     """
+    start_up_s = process_seconds()
     claim = Claim()
     where = device.resolve(name)
     free = nvml.free_bytes(uuid) if where.type == "cuda" else _available_bytes()
@@ -103,7 +101,7 @@ def measure(cell: Cell, name: str, uuid: str, seconds: float, card: Card, slow_s
     looked = began
     warmup: list[StepTimes] = []
     timed: list[StepTimes] = []
-    found = {"free_at_start_bytes": free}
+    found = {"free_at_start_bytes": free, "start_up_s": start_up_s}
 
     def note() -> dict:
         """What is known of the memory so far."""
@@ -137,23 +135,23 @@ def measure(cell: Cell, name: str, uuid: str, seconds: float, card: Card, slow_s
     retries = 0
     try:
         if cell.is_foreign:
-            step, batches, steps = anystep.AnyStep(cell, where), (), itertools.repeat(None)
+            step, window, steps = anystep.AnyStep(cell, where), None, itertools.repeat(None)
         else:
             # the update's cost doesn't depend on the rate, and a tiny one keeps the loss finite on random tokens
             step = TrainStep(shape(cell), cell.step, OptimizerConfig(1e-5, clip=clip_for(cell.step)), where)
-            batches, steps = fed(cell, where)
+            window, steps = fed(cell, where)
         pace = Pace(step)
         device.synchronize(where)
         report({"setting_up": False})
-        if batches:
-            step.evaluate(batches[0])  # as a run does before its first step: what it leaves in the allocator stays
+        if window is not None:
+            step.evaluate(window)  # as a run does before its first step: what it leaves in the allocator stays
         run_until(warmup, lambda s: len(warmup) >= 2 and (
             s >= seconds / 3 or s >= WARM_S and is_steady([t.step_s for t in warmup], 0.02)))
         setup = time.perf_counter() - began - sum(t.step_s for t in warmup[1:])
-        if batches:
+        if window is not None:
             device.synchronize(where)
             begin = time.perf_counter()
-            step.evaluate(batches[0])
+            step.evaluate(window)
             device.synchronize(where)
             eval_s = time.perf_counter() - begin
         claim.watch()

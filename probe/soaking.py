@@ -21,9 +21,9 @@ def measure(model: ModelConfig, cell: Cell, name: str, uuid: str, seconds: float
     """{windows, settled}: the step of `cell` run for `seconds`, or until it has settled; `report` is told of each window."""
     where = device.resolve(name)
     step = TrainStep(model, cell.step, OptimizerConfig(1e-5, clip=clip_for(cell.step)), where)
-    batches, steps = fed(cell, where)
+    window, steps = fed(cell, where)
     pace, windows = Pace(step), []
-    step.evaluate(batches[0])
+    step.evaluate(window)
     for _ in range(WARMUP_STEPS):
         pace.run(next(steps), 1e-5)
     pace.drain()

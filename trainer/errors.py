@@ -21,7 +21,8 @@ class Refused(UserError):
     exit_code = 4
 
 
-_OOM_TYPES = {"OutOfMemoryError", "MemoryError"}
+_OOM_TYPES = ("OutOfMemoryError", "MemoryError")
+"""How the names end: numpy's is _ArrayMemoryError."""
 _OOM_TEXT = re.compile(
     r"(CUDA|HIP)( driver)? error: out of memory|Triton Error \[CUDA\]: out of memory|CUDA_ERROR_OUT_OF_MEMORY"
     r"|(cuda|hip)Error(MemoryAllocation|OutOfMemory)|CU[A-Z]+_(STATUS_)?ALLOC_FAILED"
@@ -32,4 +33,4 @@ _OOM_TEXT = re.compile(
 def is_out_of_memory(kind: str, text: str) -> bool:
     """Whether an exception of type `kind` means that an allocation failed. No figure in the text is believed: under WSL2
     they are nonsense."""
-    return kind in _OOM_TYPES or bool(_OOM_TEXT.search(text))
+    return kind.endswith(_OOM_TYPES) or bool(_OOM_TEXT.search(text))

@@ -29,14 +29,14 @@ from trainer.step import TrainStep
 
 cell, where = Cell(*json.loads(sys.argv[1])), torch.device("cuda", 0)
 step = TrainStep(shape(cell), cell.step, OptimizerConfig(1e-5, clip=clip_for(cell.step)), where)
-batches, tokens = fed(cell, where)
+window, tokens = fed(cell, where)
 pace = Pace(step)
-step.evaluate(batches[0])
+step.evaluate(window)
 synchronize(where)
 for _ in range(3):
     pace.run(next(tokens), 1e-5)
 pace.drain()
-step.evaluate(batches[0])
+step.evaluate(window)
 synchronize(where)
 pace.run(next(tokens), 1e-5)
 pace.drain()
