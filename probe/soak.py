@@ -22,8 +22,9 @@ TRAIL_S, TRAIL = 180.0, 0.5
 """The speed must hold over the last half of the time so far, and over three minutes at least. A part that grows with the
 time outlasts a throttle's swings in the end, and follows a slow warming."""
 SHORT_S = 600.0
-"""A soak that is asked for less than this has FIRST_S and TRAIL_S in proportion: it can settle after a third of its time."""
+"""A soak asked for less than this has FIRST_S and TRAIL_S in proportion: it can settle soon after a third of its time."""
 LEAST_WINDOWS = 3
+"""Of each half; that it must have held for; and that are worth keeping of a soak that was broken off."""
 DRIFT = 0.005
 """Most change of a step between the halves of that part. None is allowed for noise, which would hide a slow warming."""
 WARMING_C = 1.0
@@ -171,9 +172,16 @@ def _trail_s(end_s: float, asked_s: float) -> float:
 
 
 def settled(windows: Sequence[Window], asked_s: float) -> bool:
-    """Whether the speed has stopped drifting: over the trail (see TRAIL), which may not reach back into the fresh start, the
-    two halves of its time have the same mean step, and the later half is not warming any more. The mean, not the median: a
-    throttle swings between two levels, of which a median gives one; settled_s is the mean of the whole trail."""
+    """Whether the speed has stopped drifting, seen from each of the last few windows: what swings holds by chance at one.
+
+    Over the trail (see TRAIL), which may not reach back into the fresh start, the two halves of its time have the same mean
+    step, and the later half is not warming any more. The mean, not the median: a throttle swings between two levels, of
+    which a median gives one. `settled_s` is the mean of the whole trail.
+    """
+    return all(_holds(windows[:len(windows) - i], asked_s) for i in range(LEAST_WINDOWS))
+
+
+def _holds(windows: Sequence[Window], asked_s: float) -> bool:
     if not windows:
         return False
     end = windows[-1].at_s

@@ -13,8 +13,9 @@ from trainer.pace import Pace
 from trainer.step import TrainStep
 
 WARMUP_STEPS = 3
-WINDOW_S = 5.0
-"""Least length of a window; shorter in soaks of less than 5 minutes, which then have 60 as well."""
+WINDOW_S = 0.5, 5.0
+"""Least length of a window in short soaks, whose 60th part it is between the two, and in those of 5 minutes and more. The
+parent looks at what it is told only in a pause of a quarter of a second."""
 GROWTH = 0.01
 """A window is this part of the time so far at least: a day has some 600."""
 LOOK_S = 1.0
@@ -31,6 +32,7 @@ def measure(model: ModelConfig, cell: Cell, name: str, uuid: str, seconds: float
     for _ in range(WARMUP_STEPS):
         pace.run(next(steps), 1e-5)
     pace.drain()
+    least_s = min(max(WINDOW_S[0], seconds / 60), WINDOW_S[1])
     is_settled, times, looks = False, [], [nvml.readings(uuid)]
     begin = since = looked = now = time.perf_counter()
     while now - begin < seconds and not is_settled:
@@ -40,7 +42,7 @@ def measure(model: ModelConfig, cell: Cell, name: str, uuid: str, seconds: float
         if now - looked >= LOOK_S:
             looks.append(nvml.readings(uuid))
             looked = now
-        if times and now - since >= max(min(WINDOW_S, seconds / 60), (now - begin) * GROWTH):
+        if times and now - since >= max(least_s, (now - begin) * GROWTH):
             windows.append(Window(now - begin, len(times), median(times), **readings_of(looks)))
             is_settled = settled(windows, seconds)
             report({"windows": [dataclasses.asdict(w) for w in windows]})
