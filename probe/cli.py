@@ -279,16 +279,13 @@ def soak(plan_path, minutes, device, results, as_json) -> None:
 
     out = Output(as_json)
     plan = Plan.load(plan_path)
-    with _device(results, device) as (workers, facts, store, _), alone(facts):
-        if facts.fingerprint != plan.device:
-            raise UserError(f"{plan_path} was planned on {plan.device}, and this is {facts.fingerprint}; plan for this one")
-        with Live(out.console()) as live:
-            found = soaked(workers, _name(device, facts), facts, plan, minutes, store.soaks, live.update)
+    with _device(results, device) as (workers, facts, store, _), alone(facts), Live(out.console(), every_s=30) as live:
+        found = soaked(workers, _name(device, facts), facts, plan, minutes, store.soaks, live)
     for line in lines(found):
         out.say(line)
     out.say(f"kept in {store.soaks}")
     out.result(found.to_json() | {"first_s": found.first_s, "settled_s": found.settled_s, "factor": found.factor,
-                                  "energy_wh": found.energy_wh})
+                                  "power_w": found.power_w, "energy_wh": found.energy_wh})
 
 
 @cli.command(context_settings=HELP)

@@ -7,17 +7,19 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-from probe import jsonl, records, search
+from probe import records, search
 from probe.cell import Cell, planes, shape
 from probe.cliff import Cliff
 from probe.estimate import CardMemory, estimate
 from probe.records import SCHEMA, Record
-from probe.soak import Soak, Window
-from probe.verdict import Card, judge, slow_step_s, stuck
+from probe.soak import LEAST_WINDOWS, Soak, Window
+from probe.soak import append as append_soak
+from probe.verdict import FIRST_S, Card, Outcome, judge, slow_step_s, stuck
 from probe.worker import Workers
 from trainer.device import DeviceFacts, on_battery
-from trainer.errors import UserError
+from trainer.errors import NoPlan, UserError
 from trainer.plan import Plan
+from trainer.units import format_duration
 
 LOOK_S = 120
 """A question to the driver that takes longer is taken for a hang."""
@@ -26,10 +28,12 @@ UNDECIDED = ("timeout", "crashed", "contended")
 """Verdicts that say nothing lasting of a cell: a grid that is started again measures it again."""
 
 
-def ask(workers: Workers, function: str, args: tuple, host: bool = False, seconds: float = LOOK_S,
-        watch=lambda progress: None) -> dict:
-    """What `function` measured; UserError with the reason if it did not end well. `watch` sees its progress meanwhile."""
-    outcome = workers.run(function, args, seconds, host, watch)
+def ask(workers: Workers, function: str, args: tuple, host: bool = False, seconds: float = LOOK_S) -> dict:
+    """What `function` measured; UserError with the reason if it did not end well."""
+    return _answer(workers.run(function, args, seconds, host))
+
+
+def _answer(outcome: Outcome) -> dict:
     if outcome.measured is not None:
         return outcome.measured
     if outcome.error and outcome.error[0] == "UserError":
@@ -96,36 +100,51 @@ def _card_memory(workers: Workers, device: str, facts: DeviceFacts) -> dict:
 
 
 def soaked(workers: Workers, device: str, facts: DeviceFacts, plan: Plan, minutes: float, path: Path, live) -> Soak:
-    """Runs a plan's step for `minutes`, or until it has settled, and puts what was seen on disk, an interrupted soak too."""
+    """Runs a plan's step for `minutes`, or until it has settled, and puts what was seen on disk, also if it is interrupted
+    or fails. UserError for another device's plan, NoPlan where it doesn't fit. `live` is a trainer.live.Live."""
+    if facts.fingerprint != plan.device:
+        raise UserError(f"the plan was made on {plan.device}, and this is {facts.fingerprint}; plan for this one")
     step, battery = plan.step, on_battery()
     cell = Cell(plan.model.name, step.batch, step.length, step.accum, step.engine, step.recompute, plan.model.vocab,
                 step.update)
-    seen = {"windows": []}
+    seen = []
 
     def watch(progress: dict) -> None:
-        seen.update({k: v for k, v in progress.items() if k == "windows"})
-        if seen["windows"]:
-            last = seen["windows"][-1]
-            live(f"{last['at_s']:.0f} of {minutes * 60:.0f} s  {step.tokens / last['step_s']:,.0f} tok/s"
-                 + (f"  {last['temperature_c']:.0f} degrees" if last["temperature_c"] is not None else ""))
+        seen[:] = progress.get("windows", ())
+        if seen:
+            last = seen[-1]
+            live.update(f"{last['at_s']:.0f} of {minutes * 60:.0f} s  {step.tokens / last['step_s']:,.0f} tok/s"
+                        + (f"  {last['temperature_c']:.0f} degrees" if last["temperature_c"] is not None else ""))
 
     def keep(settled: bool) -> Soak:
-        windows = tuple(Window(**w) for w in seen["windows"])
+        windows = tuple(Window(**w) for w in seen)
         soak = Soak(1, _now(), facts.fingerprint, facts.software, cell, minutes, windows[-1].at_s, windows, settled, battery)
-        jsonl.append(path, soak.to_json())
+        append_soak(path, soak)
         return soak
 
-    try:
-        found = ask(workers, "probe.soaking:measure", (plan.model, cell, device, facts.uuid, minutes * 60),
-                    facts.kind == "cpu", LOOK_S + minutes * 120, watch)
-    except KeyboardInterrupt:
-        if len(seen["windows"]) >= 3:
+    def keep_broken_off() -> None:
+        if len(seen) >= LEAST_WINDOWS:
             keep(settled=False)
+            live.say(f"broken off: {format_duration(seen[-1]['at_s'])} of it kept in {path}, as not settled")
+        else:
+            live.say("broken off before there was enough to keep")
+
+    try:
+        outcome = workers.run("probe.soaking:measure", (plan.model, cell, device, facts.uuid, minutes * 60),
+                              LOOK_S + FIRST_S[step.engine] + minutes * 120, facts.kind == "cpu", watch)
+    except KeyboardInterrupt:
+        keep_broken_off()
         raise
-    seen["windows"] = found["windows"]
-    if not seen["windows"]:
+    seen[:] = (outcome.measured or outcome.progress).get("windows", ())
+    if outcome.measured is None and seen:
+        keep_broken_off()
+    status, why = judge(outcome, cell, Card(facts.total_bytes, is_card=False), ())
+    if status == "oom":
+        raise NoPlan(f"the plan's step does not fit on {facts.name} now: {why}; end what else holds memory, or plan with a "
+                     f"smaller --limit")
+    if not seen and (outcome.measured or outcome.killed == "timeout"):
         raise UserError(f"no step ended within {minutes * 60:.0f} s; give more --minutes")
-    return keep(found["settled"])
+    return keep(_answer(outcome)["settled"])
 
 
 class Bench:

@@ -1,12 +1,13 @@
 """Does a step hold its speed when the device is warm? What a soak saw, and when its speed has settled. Pure."""
 
 import dataclasses
+import functools
 import itertools
-import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from probe import jsonl
 from probe.cell import Cell
@@ -17,19 +18,25 @@ from trainer.units import format_duration
 SCHEMA = 1
 FIRST_S = 20.0
 """How long the device counts as fresh: about what a grid's cell takes."""
-LEAST_S = 120.0
-TRAIL = 0.4
-"""Part of the time so far over which the speed must hold; growing with it, it outlasts a throttle's swings and follows a
-slow warming to its end: with a time constant of 3 minutes and 10% lost, it ends within 0.5% of where that leads."""
-DRIFT, WARMING_C = 0.005, 1.0
-"""Between the halves of that part: most change of the median step, and of the temperature in degrees."""
+TRAIL_S, TRAIL = 180.0, 0.5
+"""The speed must hold over the last half of the time so far, and over three minutes at least. A part that grows with the
+time outlasts a throttle's swings in the end, and follows a slow warming."""
+SHORT_S = 600.0
+"""A soak asked for less than this has FIRST_S and TRAIL_S in proportion: it can settle soon after a third of its time."""
+LEAST_WINDOWS = 3
+"""Of each half; that it must have held for; and that are worth keeping of a soak that was broken off."""
+DRIFT = 0.005
+"""Most change of a step between the halves of that part. None is allowed for noise, which would hide a slow warming."""
+WARMING_C = 1.0
+"""Most rise in degrees over the later half."""
+READINGS = ("clock_mhz", "temperature_c", "power_w", "utilization", "throttle")
 THROTTLES = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
 
 
 @dataclass(frozen=True)
 class Window:
-    """Some seconds of a soak: `at_s` since the first timed step, `step_s` the median; readings at its end, None where the
-    device has none."""
+    """Some seconds of a soak: it ends `at_s` after the first timed step began, `step_s` is the median; readings are means,
+    `throttle` has every bit that was set; None where the device has none."""
 
     at_s: float
     steps: int
@@ -64,7 +71,7 @@ class Soak:
 
     @property
     def settled_s(self) -> float:
-        """Seconds of a step at the end: over the last fifth, and a minute at least."""
+        """Seconds of a step at the end: over what it had settled to, else the last fifth, and a minute at least."""
         return _mean_s(self._last())
 
     @property
@@ -86,7 +93,8 @@ class Soak:
         return sum(w.power_w * (b - a) for w, a, b in zip(self.windows, ends, ends[1:], strict=False)) / 3600
 
     def _last(self) -> tuple[Window, ...]:
-        start = self.windows[-1].at_s - max(60.0, self.windows[-1].at_s / 5)
+        end = self.windows[-1].at_s
+        start = end - (_trail_s(end, self.minutes * 60) if self.settled else max(60.0, end / 5))
         late = tuple(w for w in self.windows if w.at_s > start)
         return late if len(late) < len(self.windows) else self.windows[-max(1, len(self.windows) // 5):]
 
@@ -95,8 +103,11 @@ class Soak:
         """Checks one soak; UserError says what is wrong. Unknown fields are ignored."""
         if not isinstance(values, dict):
             raise UserError("a soak must be a JSON object")
-        if values.get("schema") != SCHEMA:
-            raise UserError(f"schema is {values.get('schema')!r:.40}; this version reads {SCHEMA}")
+        schema = values.get("schema")
+        if isinstance(schema, int) and schema > SCHEMA:
+            raise UserError(f"schema {schema} is newer than this version reads ({SCHEMA}); update spillcliff")
+        if schema != SCHEMA:
+            raise UserError(f"schema is {schema!r:.40}; this version reads {SCHEMA}")
         values = dict(values)
         values["cell"] = from_fields(Cell, values.get("cell"), "cell")
         windows = values.get("windows")
@@ -109,6 +120,10 @@ class Soak:
                 missing = value is None and field.default is None
                 if not (_is_number(value) or missing) or field.name == "step_s" and not value:
                     raise UserError(f"{field.name} of a window is {value!r:.40}; it must be a number of 0 or more")
+            if type(w.steps) is not int or w.steps < 1:
+                raise UserError(f"steps of a window is {w.steps!r:.40}; it must be a whole number of 1 or more")
+        if any(b.at_s <= a.at_s for a, b in itertools.pairwise(values["windows"])):
+            raise UserError("windows must come in the order of their at_s")
         soak = from_fields(cls, values, "the soak")
         for name, kind, what in (("at", str, "text"), ("device", str, "text"), ("software", dict, "an object"),
                                  ("settled", bool, "true or false"), ("on_battery", bool, "true or false")):
@@ -132,29 +147,54 @@ def load(path: Path, say=lambda line: None) -> list[Soak]:
     return jsonl.parse(path, "soaks", jsonl.lines(path, "soaks"), Soak.from_json, say)
 
 
+def append(path: Path, soak: Soak) -> None:
+    """Adds one line, on disk when this returns."""
+    jsonl.append(path, soak.to_json())
+
+
+def readings_of(looks: Sequence[dict]) -> dict:
+    """A window's readings from several of nvml.readings."""
+    seen = {name: [look[name] for look in looks if look.get(name) is not None] for name in READINGS}
+    found = {name: fmean(values) for name, values in seen.items() if values and name != "throttle"}
+    if seen["throttle"]:
+        found["throttle"] = functools.reduce(operator.or_, seen["throttle"])
+    return found
+
+
 def _mean_s(windows: Sequence[Window]) -> float:
     """Seconds of a step over several windows; the mean, since a card that throttles swings between two speeds."""
     return sum(w.steps * w.step_s for w in windows) / sum(w.steps for w in windows)
 
 
+def _trail_s(end_s: float, asked_s: float) -> float:
+    """Seconds before `end_s` over which the speed must hold."""
+    return max(TRAIL_S * min(1.0, asked_s / SHORT_S), end_s * TRAIL)
+
+
 def settled(windows: Sequence[Window], asked_s: float) -> bool:
-    """Whether the speed has stopped drifting: over the last TRAIL of the time, the two halves have the same mean step
-    (within DRIFT, or two standard errors where windows are noisier than that), and it is not warming any more. Never before
-    two minutes, or a third of `asked_s` if that is less."""
-    if not windows or windows[-1].at_s < min(LEAST_S, asked_s / 3):
+    """Whether the speed has stopped drifting, seen from each of the last few windows: what swings holds by chance at one.
+
+    Over the trail (see TRAIL), which may not reach back into the fresh start, the two halves of its time have the same mean
+    step, and the later half is not warming any more. The mean, not the median: a throttle swings between two levels, of
+    which a median gives one. `settled_s` is the mean of the whole trail.
+    """
+    return all(_holds(windows[:len(windows) - i], asked_s) for i in range(LEAST_WINDOWS))
+
+
+def _holds(windows: Sequence[Window], asked_s: float) -> bool:
+    if not windows:
         return False
-    start = windows[-1].at_s * (1 - TRAIL)
-    trail = [w for w in windows if w.at_s > start]
-    before, after = trail[:len(trail) // 2], trail[len(trail) // 2:]
-    if len(before) < 3:
+    end = windows[-1].at_s
+    trail_s = _trail_s(end, asked_s)
+    if end < trail_s + FIRST_S * min(1.0, asked_s / SHORT_S):
         return False
-    # noise is what neighbours differ by, in the median 0.95 standard deviations of it: swings of a throttle are none
-    noise = median(abs(a.step_s - b.step_s) for a, b in itertools.pairwise(trail)) / 0.95
-    error = noise * math.sqrt(1 / len(before) + 1 / len(after))
-    if abs(_mean_s(after) - _mean_s(before)) > max(DRIFT * _mean_s(before), 2 * error):
+    before = [w for w in windows if end - trail_s < w.at_s <= end - trail_s / 2]
+    after = [w for w in windows if w.at_s > end - trail_s / 2]
+    if min(len(before), len(after)) < LEAST_WINDOWS or abs(_mean_s(after) / _mean_s(before) - 1) > DRIFT:
         return False
-    warmths = [[w.temperature_c for w in half if w.temperature_c is not None] for half in (before, after)]
-    return not all(warmths) or median(warmths[1]) - median(warmths[0]) <= WARMING_C
+    heats = [w.temperature_c for w in after if w.temperature_c is not None]
+    # the means of two halves of a steady rise are half of it apart
+    return len(heats) < 2 or 2 * (fmean(heats[len(heats) // 2:]) - fmean(heats[:len(heats) // 2])) <= WARMING_C
 
 
 def lines(soak: Soak) -> list[str]:
@@ -173,6 +213,8 @@ def lines(soak: Soak) -> list[str]:
         out.append(f"energy: {soak.energy_wh:.2g} Wh of the card alone")
     if soak.on_battery:
         out.append("on battery: this is not the speed that the mains give")
-    if not soak.settled:
-        out.append("the speed had not settled: it may fall further; soak it for longer")
+    if soak.settled:
+        out.append(f"settled: no drift over the last {format_duration(_trail_s(soak.seconds, soak.minutes * 60))}")
+    else:
+        out.append("the speed had not settled: what was lost is a lower bound; soak it for longer")
     return out

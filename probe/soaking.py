@@ -6,15 +6,20 @@ from statistics import median
 
 from probe.cell import Cell
 from probe.measure import fed
-from probe.soak import Window, settled
+from probe.soak import Window, readings_of, settled
 from trainer import device, nvml
 from trainer.config import ModelConfig, OptimizerConfig, clip_for
 from trainer.pace import Pace
 from trainer.step import TrainStep
 
 WARMUP_STEPS = 3
-WINDOW_S, MOST_WINDOWS = (0.5, 5.0), 200
-"""Least length of a window for short and for long soaks: a look at the driver takes a millisecond. 10 minutes have 120."""
+WINDOW_S = 0.5, 5.0
+"""Least length of a window in short soaks, whose 60th part it is between the two, and in those of 5 minutes and more. The
+parent looks at what it is told only in a pause of a quarter of a second."""
+GROWTH = 0.01
+"""A window is this part of the time so far at least: a day has some 600."""
+LOOK_S = 1.0
+"""Time between looks at the driver."""
 
 
 def measure(model: ModelConfig, cell: Cell, name: str, uuid: str, seconds: float, report) -> dict:
@@ -27,17 +32,20 @@ def measure(model: ModelConfig, cell: Cell, name: str, uuid: str, seconds: float
     for _ in range(WARMUP_STEPS):
         pace.run(next(steps), 1e-5)
     pace.drain()
-    length_s = max(WINDOW_S[0], min(WINDOW_S[1], seconds / 60), seconds / MOST_WINDOWS)
-    begin = since = time.perf_counter()
-    times = []
-    while time.perf_counter() - begin < seconds and not settled(windows, seconds):
+    least_s = min(max(WINDOW_S[0], seconds / 60), WINDOW_S[1])
+    is_settled, times, looks = False, [], [nvml.readings(uuid)]
+    begin = since = looked = now = time.perf_counter()
+    while now - begin < seconds and not is_settled:
         if finished := pace.run(next(steps), 1e-5):
             times.append(finished.step_s)
         now = time.perf_counter()
-        if times and now - since >= length_s:
-            readings = {k: v for k, v in nvml.readings(uuid).items() if k in Window.__dataclass_fields__}
-            windows.append(Window(now - begin, len(times), median(times), **readings))
+        if now - looked >= LOOK_S:
+            looks.append(nvml.readings(uuid))
+            looked = now
+        if times and now - since >= max(least_s, (now - begin) * GROWTH):
+            windows.append(Window(now - begin, len(times), median(times), **readings_of(looks)))
+            is_settled = settled(windows, seconds)
             report({"windows": [dataclasses.asdict(w) for w in windows]})
-            times, since = [], now
+            times, looks, since = [], looks[-1:], now
     pace.drain()
-    return {"windows": [dataclasses.asdict(w) for w in windows], "settled": settled(windows, seconds)}
+    return {"windows": [dataclasses.asdict(w) for w in windows], "settled": is_settled}

@@ -13,7 +13,8 @@ import pytest
 from probe.cell import Cell
 from probe.cliff import Cliff
 from probe.records import Record
-from trainer.config import ModelConfig
+from trainer.config import ModelConfig, OptimizerConfig, StepConfig
+from trainer.plan import Plan, Predicted, Span
 from trainer.tokens import dtype_for, write_sidecar
 
 ROOT = Path(__file__).parents[1]
@@ -84,6 +85,13 @@ def make_cliff(kind, fast, bad, context=0.3e9, free=5.6e9) -> Cliff:
     return Cliff(schema=1, at="2026-01-01T00:00:00+00:00", device="nvidia-geforce-gtx-1060", kind=kind, fast_bytes=int(fast),
                  bad_bytes=int(bad), context_bytes=int(context), free_at_start_bytes=int(free), fast_bytes_s=170e9,
                  slow_bytes_s=10e9, seconds=4.0)
+
+
+def make_plan(device: str, model=ModelConfig.named("1M", 500), step=StepConfig(2, 32)) -> Plan:  # noqa: B008
+    """A plan of `device` as `plan` would write it; its forecasts mean nothing."""
+    span = Span(1.0, 2.0, 3.0)
+    return Plan(1, "2026-01-01T00:00:00+00:00", device, model, step, 1000, 1, 32, OptimizerConfig(1e-3), 10, 10, 10**9,
+                Predicted(span, span, span), [], [], [], "", {})
 
 
 def write_records(path: Path, records) -> Path:

@@ -5,7 +5,7 @@ import os
 import time
 
 EVERY_S = 10
-"""Seconds between lines where there is no terminal, so that the log of a run of hours stays short."""
+"""Seconds between lines where there is no terminal, unless told otherwise, so that the log of hours stays short."""
 
 
 def drop(stream) -> None:
@@ -25,11 +25,12 @@ def unread(stream):
 class Live:
     """`say` prints a line that stays, `update` changes the one at the bottom. Takes a rich console."""
 
-    def __init__(self, console) -> None:
+    def __init__(self, console, every_s: float = EVERY_S) -> None:
         from rich.live import Live as RichLive
 
         self._console = console
         self._live = RichLive(console=console, transient=True, auto_refresh=False) if console.is_terminal else None
+        self._every_s = 0.1 if self._live else every_s
         self._at = 0.0
 
     def __enter__(self) -> "Live":
@@ -45,7 +46,7 @@ class Live:
         from rich.text import Text
 
         now = time.monotonic()
-        if now - self._at < (0.1 if self._live else EVERY_S):
+        if now - self._at < self._every_s:
             return
         self._at = now
         if self._live:
