@@ -95,7 +95,8 @@ def calibrate(past: Sequence[Past], soaks: Sequence[Soak], device: str, torch: s
     past = [p for p in past if p.plan.device == p.receipt.get("ran_on") == device
             and torch in (None, (p.receipt.get("software") or {}).get("torch"))]
     soaks = [s for s in soaks if s.device == device and torch in (None, s.software.get("torch"))]
-    soak = soaks[-1].factor if soaks else None
+    held = [s for s in soaks if s.settled] or soaks  # one that was broken off tells less than an older one that wasn't
+    soak = held[-1].factor if held else None
     logs = [p.log_ratio for p in past if p.log_ratio is not None]
     prior = -math.log(soak or 1)
     run_sd = RUN_SD["cpu" if device.startswith("cpu-") else "card"]

@@ -67,6 +67,7 @@ def test_other_devices_and_software_say_nothing(other):
 def test_a_soak_s_loss_is_expected_and_receipts_outweigh_it():
     warm = calibrate([], [soak(1.1)], GTX, None, Rates())
     assert warm.tok_s == pytest.approx(1 / 1.1) and "10.0%" in warm.lines()[0]
+    assert calibrate([], [soak(1.1), soak(1.02, settled=False)], GTX, None, Rates()).soak == pytest.approx(1.1)
     assert calibrate([run(0.97)] * 10, [soak(1.1)], GTX, None, Rates()).tok_s == pytest.approx(0.97, abs=0.005)
 
 
