@@ -1,5 +1,8 @@
-"""Checkpoints: a folder each, safetensors and JSON, there whole or not at all."""
+"""Checkpoints: a folder each, safetensors and JSON, there whole or not at all, every byte under a checksum."""
 
+import hashlib
+import json
+import math
 import os
 import shutil
 import threading
@@ -8,13 +11,17 @@ from pathlib import Path
 
 from trainer.errors import UserError
 from trainer.files import read_json, write_json
+from trainer.units import format_bytes
 
 KEEP = 2
-"""Newest ones kept: one to go on from, one in case the newest is damaged."""
+"""Newest ones kept, beside the best: one to go on from, one in case the newest is damaged."""
+STATE, FACTS = "state.safetensors", "state.json"
+CHUNK = 1 << 22
 
 
 def save(run: Path, step: int, tensors: dict, facts: dict) -> Path:
-    """Writes checkpoints/step-N and removes all but the newest KEEP; UserError if the disk doesn't take it."""
+    """Writes checkpoints/step-N and removes all but the newest KEEP and the one of the lowest `val_loss`; UserError if the
+    disk doesn't take it, and then those before it are still there."""
     from safetensors.torch import save_file
 
     folder = run / "checkpoints" / f"step-{step:08d}"
@@ -22,40 +29,127 @@ def save(run: Path, step: int, tensors: dict, facts: dict) -> Path:
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary / "state.safetensors")
-        with open(temporary / "state.safetensors", "rb+") as f:
+        size, free = sum(t.nbytes for t in tensors.values()), shutil.disk_usage(temporary).free
+        if size > free:
+            raise OSError(f"it takes {format_bytes(size)} and {format_bytes(free)} are free")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary / STATE)
+        with open(temporary / STATE, "rb+") as f:
             os.fsync(f.fileno())
-        write_json(temporary / "state.json", {"step": step, **facts})
+        write_json(temporary / FACTS, _sealed({"step": step, **facts, "files": {STATE: _digest(temporary / STATE)}}))
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(temporary, folder)
+        _flush_folder(folder.parent)
     except Exception as e:  # safetensors has an error type of its own for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"can't write checkpoint {folder}: {getattr(e, 'strerror', None) or e}") from None
-    for old in _all(run)[:-KEEP]:
-        shutil.rmtree(old, ignore_errors=True)
+    _prune(run)
     return folder
+
+
+def _sealed(values: dict) -> dict:
+    return values | {"sha256": hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()}
+
+
+def _digest(path: Path) -> str:
+    found = hashlib.sha256()
+    with open(path, "rb") as f:
+        while piece := f.read(CHUNK):
+            found.update(piece)
+    return found.hexdigest()
+
+
+def _flush_folder(folder: Path) -> None:
+    """Puts the new name on disk too, where a folder can be opened (not under Windows)."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _prune(run: Path) -> None:
+    found = _all(run)
+    losses = {}
+    for folder in found:
+        try:
+            loss = read_json(folder / FACTS, "checkpoint").get("val_loss")
+        except UserError:
+            continue
+        if isinstance(loss, (int, float)) and math.isfinite(loss):
+            losses[folder] = loss
+    best = min(losses, key=losses.get, default=None)
+    left_behind = (run / "checkpoints").glob("step-*.tmp")  # by a process that was killed while it wrote
+    for old in [*found[:-KEEP], *left_behind]:
+        if old != best:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _all(run: Path) -> list[Path]:
+    return sorted(p for p in (run / "checkpoints").glob("step-*") if p.suffix != ".tmp")
+
+
+def check(folder: Path) -> dict:
+    """The facts of a checkpoint, every byte of it checked; UserError says what is wrong with it."""
+    values = read_json(folder / FACTS, "checkpoint")
+    seal = values.pop("sha256", None)
+    if _sealed(values)["sha256"] != seal:
+        raise UserError(f"{FACTS} is not what was written")
+    for name, digest in values["files"].items():
+        try:
+            found = _digest(folder / name)
+        except OSError as e:
+            raise UserError(f"{name}: {e.strerror or e}") from None
+        if found != digest:
+            raise UserError(f"{name} is not what was written")
+    return values
+
+
+def newest(run: Path, say=lambda line: None) -> tuple[dict, Path]:
+    """(facts, folder) of the newest checkpoint of a run that is whole; `say` names each broken one that was passed over.
+    UserError if there is none."""
+    for folder in reversed(_all(run)):
+        try:
+            return check(folder), folder
+        except UserError as e:
+            say(f"checkpoint {folder.name} is broken and passed over: {e}")
+    raise UserError(f"run {run} has no usable checkpoint")
+
+
+class Tensors:
+    """A checkpoint's tensors by name, read one at a time, so that a resume takes no more memory than a start."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open
+
+        self._file = safe_open(folder / STATE, "pt")
+        self.names = list(self._file.keys())
+
+    def __getitem__(self, name: str):
+        if name not in self.names:
+            raise KeyError(name)
+        return self._file.get_tensor(name)
 
 
 class Saver:
     """Writes the checkpoints of a run while it goes on: from a card the step waits for the copy to host memory alone. On a
     processor it waits for the disk too, since a copy there would take as much again of the memory that the plan counts.
-    `write_s` are the seconds that the disk took so far, `held_s` those that `save` and `wait` took of the run."""
+    `write_s` are the seconds that the disk took so far, `held_s` those that `save` and `wait` took of the run; `failures`
+    are told by `say` and counted, and the run goes on."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, say) -> None:
         self.write_s = self.held_s = 0.0
-        self._run, self._host = run, {}
+        self.failures, self.last_failed = 0, None
+        self._run, self._say, self._host = run, say, {}
         self._thread: threading.Thread | None = None
-        self._failure: UserError | None = None
 
     def save(self, step: int, tensors: dict, facts: dict) -> None:
-        """UserError if the disk did not take this one, or the one before it."""
         import torch
 
         begin = time.perf_counter()
-        self._finish()
+        self._join()
         if all(tensor.device.type == "cpu" for tensor in tensors.values()):
             self._write(step, tensors, facts)
-            self._finish()
         else:
             if not self._host:  # kept: into new memory an H200's host took 1.3 s for 1.8 GB, into this 0.3
                 self._host = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
@@ -66,41 +160,22 @@ class Saver:
         self.held_s += time.perf_counter() - begin
 
     def wait(self) -> None:
-        """Returns when the last one is on disk; UserError if it isn't."""
+        """Returns when the last one is on disk, or has failed."""
         begin = time.perf_counter()
-        self._finish()
+        self._join()
         self.held_s += time.perf_counter() - begin
 
-    def _finish(self) -> None:
+    def _join(self) -> None:
         if self._thread:
             self._thread.join()
             self._thread = None
-        if self._failure:
-            failure, self._failure = self._failure, None
-            raise failure
 
     def _write(self, step: int, tensors: dict, facts: dict) -> None:
         begin = time.perf_counter()
         try:
             save(self._run, step, tensors, facts)
+            self.last_failed = None
         except UserError as e:
-            self._failure = e
+            self.failures, self.last_failed = self.failures + 1, str(e)
+            self._say(f"{e}; the run goes on, and the checkpoints before it are still there")
         self.write_s += time.perf_counter() - begin
-
-
-def _all(run: Path) -> list[Path]:
-    return sorted(p for p in (run / "checkpoints").glob("step-*") if p.suffix != ".tmp")
-
-
-def load(run: Path, say=lambda line: None) -> tuple[dict, dict]:
-    """(facts, tensors) of the newest readable checkpoint of a run, on the processor; `say` names each broken one passed
-    over. UserError if there is none."""
-    from safetensors.torch import load_file
-
-    for folder in reversed(_all(run)):
-        try:
-            facts = read_json(folder / "state.json", "checkpoint")
-            return facts, load_file(folder / "state.safetensors")
-        except Exception as e:
-            say(f"checkpoint {folder.name} is broken and passed over: {str(e).splitlines()[0]}")
-    raise UserError(f"run {run} has no usable checkpoint")

@@ -1,5 +1,7 @@
 """What a run leaves behind and shows: the JSONL log, the live line, the receipt."""
 
+import contextlib
+import functools
 import json
 import os
 import time
@@ -14,10 +16,11 @@ from trainer.units import format_bytes, format_count, format_duration
 
 
 class RunLog:
-    """Appends one JSON object a line to log.jsonl; a line is on disk when `write` returns."""
+    """Appends one JSON object a line to log.jsonl, handed to the system when `write` returns. A disk that doesn't take it
+    is told once by `say`, and the run goes on."""
 
-    def __init__(self, run: Path) -> None:
-        self.path = run / "log.jsonl"
+    def __init__(self, run: Path, say) -> None:
+        self.path, self._say, self._failed = run / "log.jsonl", say, False
         try:
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
         except OSError as e:
@@ -28,10 +31,13 @@ class RunLog:
             self._file.write(json.dumps({"kind": kind, "step": step, "at": round(time.time(), 3), **values}) + "\n")
             self._file.flush()
         except OSError as e:
-            raise UserError(f"can't write {self.path}: {e.strerror or e}") from None
+            if not self._failed:
+                self._say(f"can't write {self.path}: {e.strerror or e}; the run goes on, with lines missing there")
+            self._failed = True
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 class Meter:
@@ -146,7 +152,13 @@ def describe(plan: Plan) -> str:
 
 
 def process_seconds() -> float:
-    """Seconds since this process started, the imports included."""
+    """Seconds since this process started, the imports included; a clock that is set meanwhile changes nothing."""
+    return time.monotonic() - _started()
+
+
+@functools.cache
+def _started() -> float:
+    """When this process started, on the monotonic clock."""
     import psutil
 
-    return time.time() - psutil.Process(os.getpid()).create_time()
+    return time.monotonic() - (time.time() - psutil.Process(os.getpid()).create_time())

@@ -60,6 +60,28 @@ def open_data(plan: Plan, data: Path, val: Path | None) -> tuple[Tokens, Tokens]
     return tokens, held
 
 
+def identity(tokens: Tokens) -> dict:
+    """What tells one run of tokens from another: how many, of which vocabulary, and a checksum over all of them."""
+    return {"tokens": len(tokens.ids), "vocab": tokens.vocab, "crc32": tokens.checksum()}
+
+
+def changes(before: dict | None, now: dict) -> str:
+    """What of the data is not as it was, in words; "" if nothing is."""
+    found = []
+    for which, values in (before or {}).items():
+        differ = [f"{name} {value} -> {now[which][name]}" for name, value in values.items() if now[which][name] != value]
+        found += [f"{which} {', '.join(differ)}"] * bool(differ)
+    return "; ".join(found)
+
+
+def last_good(run: Path) -> str:
+    """The newest whole checkpoint in words."""
+    try:
+        return str(checkpoint.newest(run)[1])
+    except UserError:
+        return "the start, since there is no checkpoint yet,"
+
+
 def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resume: bool, claim: Claim,
         say, live) -> dict:
     """Trains as planned from the start or the newest checkpoint, and returns the receipt.
@@ -73,27 +95,26 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
     elif changed := plan.other_software(facts.software):
         say(f"note: measured with {', '.join(changed)}: the forecast is not for what runs here; measure and plan again")
     step = TrainStep(plan.model, plan.step, plan.optimizer, where, SEED)
+    data = {"training": identity(tokens), "validation": identity(held)}
     start, before_s, first_loss = 0, 0.0, None
     spent = {"eval_s": 0.0, "checkpoint_s": 0.0, "checkpoint_write_s": 0.0}
     if resume:
-        state, tensors = checkpoint.load(folder.path, say)
+        state, newest = checkpoint.newest(folder.path, say)
+        if changed := changes(state.get("data"), data):
+            raise UserError(f"run {folder.path} was started on other data ({changed}); resume with what it was started on")
         try:
-            step.load_state(tensors)
+            step.load_state(checkpoint.Tensors(newest))
             start, before_s, first_loss = int(state["step"]), float(state["seconds"]), state["first_val_loss"]
             spent = {name: float(state.get(name, 0.0)) for name in spent}
         except (KeyError, RuntimeError, TypeError, ValueError) as e:
             raise UserError(f"run {folder.path}: its checkpoint is not of this run ({e!r:.80})") from None
-        if state.get("tokens", len(tokens.ids)) != len(tokens.ids):
-            raise UserError(f"run {folder.path} was started on {state['tokens']} tokens and {tokens.path} gives "
-                            f"{len(tokens.ids)}; resume with the data it was started on")
-        del tensors
         say(f"resuming after step {start}")
     elif tokens.tokenizer and Path(tokens.tokenizer).is_file():
         with contextlib.suppress(OSError):  # only sampling needs it, and says so
             shutil.copyfile(tokens.tokenizer, folder.path / "tokenizer.json")
 
-    saver, saved_before = checkpoint.Saver(folder.path), dict(spent)
-    log, meter, pace = RunLog(folder.path), Meter(plan.step.tokens), Pace(step)
+    saver, saved_before = checkpoint.Saver(folder.path, say), dict(spent)
+    log, meter, pace = RunLog(folder.path, say), Meter(plan.step.tokens), Pace(step)
     windows = held.fixed(plan.step.batch, plan.step.length, eval_batches(plan.corpus_tokens, plan.step))
     batches = [torch.from_numpy(b) for b in windows]
     peaks = {"device_peak_bytes": None}
@@ -107,15 +128,21 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
         log.write("step", number, loss=times.loss, norm=times.norm, step_s=times.step_s, micro_s=times.micro_s,
                   optimizer_s=times.optimizer_s, lr=lr(number - 1, plan.steps, plan.optimizer))
         if not (math.isfinite(times.loss) and math.isfinite(times.norm or 0)):
-            raise UserError(f"loss {times.loss} with gradient norm {times.norm} at step {number}: the run stops here; "
-                            f"its last checkpoint is in {folder.path / 'checkpoints'}; try a lower lr in the plan")
+            stop_here(f"loss {times.loss} with gradient norm {times.norm} at step {number} "
+                      f"({tokens.where(number - 1, plan.step)})")
         live(live_line(plan, number, times.loss, meter, peaks["device_peak_bytes"]))
+
+    def stop_here(what: str) -> None:
+        saver.wait()
+        raise UserError(f"{what}: the run stops here; go on from {last_good(folder.path)} with a lower lr in the plan")
 
     def evaluate(number: int) -> None:
         nonlocal val_loss, first_loss
         begin = time.perf_counter()
         losses = [float(step.evaluate(b)) * len(b) for b in batches]
         val_loss = sum(losses) / sum(len(b) for b in batches)
+        if not math.isfinite(val_loss):
+            stop_here(f"validation loss {val_loss} after step {number}")
         spent["eval_s"] += time.perf_counter() - begin
         first_loss = val_loss if first_loss is None else first_loss
         peaks.update(claim.peaks(where, facts.uuid))
@@ -125,7 +152,8 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
     def save(number: int) -> None:
         begin = time.perf_counter()
         saver.save(number, step.named_state(), {
-            "seconds": before_s + process_seconds(), "first_val_loss": first_loss, "tokens": len(tokens.ids), **spent})
+            "seconds": before_s + process_seconds(), "first_val_loss": first_loss, "val_loss": val_loss, "data": data,
+            **spent})
         saved()
         log.write("checkpoint", number, seconds=time.perf_counter() - begin)
 
@@ -159,10 +187,13 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
                 raise KeyboardInterrupt
         saver.wait()
         saved()
+        if saver.last_failed:
+            raise UserError(f"the run is through, but for its last checkpoint: {saver.last_failed}; make room, and go on "
+                            f"with --run {folder.path} --resume")
 
     peaks.update(claim.peaks(where, facts.uuid))
     paper = receipt(plan, meter, peaks, before_s + process_seconds(), {
         "start_up_s": started_s, **spent, "first_val_loss": first_loss, "val_loss": val_loss, "loss": loss,
-        "software": facts.software, "ran_on": facts.fingerprint})
+        "checkpoint_failures": saver.failures, "software": facts.software, "ran_on": facts.fingerprint})
     write_json(folder.path / "receipt.json", paper)
     return paper

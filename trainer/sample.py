@@ -21,10 +21,11 @@ def sample(run: Path, prompt: str, count: int, temperature: float, top_k: int, s
     if not (run / "tokenizer.json").is_file():
         raise UserError(f"run {run} has no tokenizer.json: its token file named no tokenizer, so text can't be read")
     coder = tokenizer.load(run / "tokenizer.json")
-    _, tensors = checkpoint.load(run, say)
+    tensors = checkpoint.Tensors(checkpoint.newest(run, say)[1])
     model = Decoder(plan.model, plan.step.length, device)
     try:
-        model.load_state_dict({name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")})
+        model.load_state_dict({name.removeprefix("model."): tensors[name] for name in tensors.names
+                               if name.startswith("model.")})
     except RuntimeError as e:
         raise UserError(f"run {run}: its checkpoint is not of its plan's model ({str(e).splitlines()[0]:.80})") from None
     end = coder.token_to_id(tokenizer.END_OF_TEXT)

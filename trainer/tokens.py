@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,19 @@ class Tokens:
                 at = int(np.argmax(piece >= vocab))
                 raise UserError(f"token file {self.path}: id {int(piece[at])} at position {start + at} is past the "
                                 f"model's vocabulary of {vocab}; plan with --vocab {self.vocab} or more, or tokenize again")
+
+    def checksum(self) -> int:
+        """CRC-32 of all ids."""
+        found = 0
+        for start in range(0, len(self.ids), SCAN):
+            found = zlib.crc32(self.ids[start:start + SCAN].tobytes(), found)
+        return found
+
+    def where(self, step: int, shape: StepConfig) -> str:
+        """Which windows optimizer step `step` reads, for a person."""
+        count, rows = self.windows(shape.length), shape.accum * shape.batch
+        epoch, position = divmod(step * rows, count)
+        return f"windows {position} to {position + rows - 1} of the {count} in epoch {epoch}, as they are dealt"
 
     def split(self, tail: int) -> tuple["Tokens", "Tokens"]:
         """All but the last `tail` ids, and those."""

@@ -1,0 +1,227 @@
+"""A run can't be lost: every damage to a checkpoint is noticed, whatever kills a run it goes on bit for bit, a full disk
+costs no checkpoint that was there, and other data than it was started on is refused."""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import MODULES, ROOT
+
+from trainer import checkpoint
+from trainer.config import ModelConfig, OptimizerConfig, StepConfig
+from trainer.errors import UserError
+from trainer.plan import Plan, Predicted, Span
+from trainer.tokens import dtype_for, write_sidecar
+
+SPAN = Span(1.0, 2.0, 3.0)
+STEPS = 120
+
+
+def state(value=1.0) -> dict:
+    return {"model.w": torch.full((40, 30), value), "step.w": torch.tensor(3.0), "exp_avg.w": torch.zeros(1200)}
+
+
+def folders(run) -> list[str]:
+    return [p.name for p in checkpoint._all(run)]
+
+
+def damaged(data: bytes, r: random.Random) -> bytes:
+    """Truncated, emptied, lengthened, or with one to three bits flipped."""
+    kind = r.randrange(6)
+    if kind == 0:
+        return b""
+    if kind == 1:
+        return data[:r.randrange(len(data))]
+    if kind == 2:
+        return data + r.randbytes(r.randint(1, 9))
+    out = bytearray(data)
+    for place in r.sample(range(8 * len(data)), r.randint(1, 3)):
+        out[place // 8] ^= 1 << place % 8
+    return bytes(out)
+
+
+def test_every_one_of_500_damages_is_noticed(tmp_path):
+    folder = checkpoint.save(tmp_path, 7, state(), {"val_loss": 2.5, "seconds": 1.0})
+    assert checkpoint.check(folder)["step"] == 7
+    whole, r = {p: p.read_bytes() for p in folder.iterdir()}, random.Random(0)
+    assert sorted(p.name for p in whole) == ["state.json", "state.safetensors"]
+    for i in range(500):
+        path = sorted(whole)[i % 2]
+        path.write_bytes(damaged(whole[path], r))
+        if json_alike(path, whole[path]):
+            path.write_bytes(whole[path])
+            continue
+        with pytest.raises(UserError) as e:
+            checkpoint.check(folder)
+        assert "\n" not in str(e.value)
+        path.write_bytes(whole[path])
+    for path in whole:
+        path.unlink()
+        with pytest.raises(UserError):
+            checkpoint.check(folder)
+        path.write_bytes(whole[path])
+    assert checkpoint.check(folder)["step"] == 7
+
+
+def json_alike(path, data: bytes) -> bool:
+    """Whether a damage left the same facts: a space that became a tab, say."""
+    if path.suffix != ".json":
+        return False
+    try:
+        return json.loads(path.read_bytes()) == json.loads(data)
+    except ValueError:
+        return False
+
+
+def test_the_newest_whole_one_is_taken_and_the_broken_are_named(tmp_path):
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, state(step), {})
+    (tmp_path / "checkpoints/step-00000003/state.safetensors").write_bytes(b"")
+    (tmp_path / "checkpoints/step-00000009.tmp").mkdir()
+    said = []
+    facts, folder = checkpoint.newest(tmp_path, said.append)
+    assert facts["step"] == 2 and float(checkpoint.Tensors(folder)["model.w"][0, 0]) == 2
+    assert len(said) == 1 and "step-00000003" in said[0]
+    (folder / "state.json").unlink()
+    with pytest.raises(UserError, match="no usable checkpoint"):
+        checkpoint.newest(tmp_path, said.append)
+
+
+def test_the_best_is_kept_beside_the_newest(tmp_path):
+    for step, loss in enumerate((3.0, 1.5, 2.0, float("nan"), 1.9, 1.8), 1):
+        checkpoint.save(tmp_path, step, state(), {"val_loss": loss})
+    assert folders(tmp_path) == ["step-00000002", "step-00000005", "step-00000006"]
+
+
+def test_a_disk_without_room_costs_nothing_that_was_there(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, 1, state(), {})
+    usage = checkpoint.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage._replace(free=100))
+    with pytest.raises(UserError, match="takes .* and .* are free"):
+        checkpoint.save(tmp_path, 2, state(), {})
+    assert folders(tmp_path) == ["step-00000001"] and checkpoint.newest(tmp_path)[0]["step"] == 1
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A plan of a model that steps in milliseconds, its data, and a run of it that nothing disturbed."""
+    home = tmp_path_factory.mktemp("runs")
+    r = random.Random(5)
+    for name in ("data", "other"):
+        ids = [r.randrange(300) for _ in range(3000)]
+        torch.tensor(ids).numpy().astype(dtype_for(300)).tofile(home / f"{name}.bin")
+        write_sidecar(home / f"{name}.bin", len(ids), 300, None)
+    model = ModelConfig("tiny", 2, 32, 4, 2, 64, vocab=300)
+    Plan(1, "2026-01-01T00:00:00+00:00", "cpu-x", model, StepConfig(2, 16, 2), 3000, 1, STEPS, OptimizerConfig(1e-2), 10, 3,
+         10**9, Predicted(SPAN, SPAN, SPAN), [], [], [], "", {}).save(home / "plan.json")
+    done = train(home, "whole")
+    assert done.returncode == 0, done.stderr
+    return home
+
+
+def command(home, run, *more) -> list[str]:
+    return [sys.executable, "-m", MODULES["train"], "--plan", "plan.json", "--data", "data.bin", "--run", run, "--device",
+            "cpu", *more]
+
+
+def options(home) -> dict:
+    return {"cwd": home, "env": os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, "text": True,
+            "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+
+def train(home, run, *more, **other):
+    return subprocess.run(command(home, run, *more), timeout=120, **options(home) | other)
+
+
+def end_state(run) -> bytes:
+    return (sorted((run / "checkpoints").iterdir())[-1] / checkpoint.STATE).read_bytes()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
+def test_a_killed_run_goes_on_bit_for_bit_and_takes_nothing_broken(home, request):
+    """SIGKILL at random moments, saves included (a checkpoint every third step); `--kills 200` for more."""
+    r, kills, wanted, run = random.Random(2), 0, request.config.getoption("--kills"), 0
+    while kills < wanted:
+        run += 1
+        name, resume = f"killed-{run}", ()
+        while True:
+            process = subprocess.Popen(command(home, name, *resume), **options(home))
+            log, begin = home / name / "log.jsonl", time.monotonic()
+            lines = log.read_text().count("\n") if log.exists() else 0
+            while process.poll() is None and not (log.exists() and log.read_text().count("\n") > lines):
+                assert time.monotonic() - begin < 60
+                time.sleep(0.005)
+            time.sleep(r.uniform(0, 0.4))
+            process.send_signal(signal.SIGKILL)
+            out, err = process.communicate()
+            if process.returncode == 0:
+                break
+            assert process.returncode == -signal.SIGKILL, err
+            kills += 1
+            assert "broken" not in out  # what a kill leaves behind is a folder still being written, which is no checkpoint
+            resume = ("--resume",) if any((home / name / "checkpoints").glob("step-*[0-9]")) else ()
+            if kills >= wanted:
+                done = train(home, name, *resume)
+                assert done.returncode == 0, done.stderr
+                break
+        assert end_state(home / name) == end_state(home / "whole")
+        assert not list((home / name / "checkpoints").glob("*.tmp"))
+
+
+def test_a_resumed_run_takes_no_more_memory_than_a_start(home):
+    assert train(home, "part").returncode == 0
+    for newest in sorted((home / "part/checkpoints").iterdir())[-1:]:
+        for path in newest.iterdir():
+            path.unlink()
+    (home / "part/receipt.json").unlink()
+    assert train(home, "part", "--resume").returncode == 0
+    whole, part = (json.loads((home / run / "receipt.json").read_text())["device_peak_bytes"] for run in ("whole", "part"))
+    assert part <= 1.03 * whole
+
+
+@pytest.mark.parametrize("option", ["--data", "--val"])
+def test_other_data_is_refused_and_named(home, option):
+    if not (home / "changed/checkpoints").exists():
+        assert train(home, "changed", "--val", "data.bin").returncode == 0
+        (home / "changed/receipt.json").unlink()
+    now = {"--data": "data.bin", "--val": "data.bin"} | {option: "other.bin"}
+    done = train(home, "changed", "--resume", "--val", now["--val"], "--data", now["--data"])
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert {"--data": "training crc32", "--val": "validation crc32"}[option] in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a limit of a file's size")
+def test_a_failed_write_is_told_and_the_run_goes_on(home):
+    """Files may grow to 20 kB, less than a checkpoint or the log takes: the log loses its end."""
+    done = train(home, "full", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)))
+    assert done.returncode == 2 and "but for its last checkpoint" in done.stderr
+    assert done.stdout.count("the run goes on, and the checkpoints") >= 3 and "with lines missing" in done.stdout
+    assert f"step {STEPS}/{STEPS}" in done.stdout
+    assert not (home / "full/receipt.json").exists() and not list((home / "full/checkpoints").iterdir())
+
+
+BROKEN = """
+import sys, itertools
+from trainer import cli, step
+calls, real = itertools.count(1), step.TrainStep._forward_backward
+step.TrainStep._forward_backward = lambda self, tokens: real(self, tokens) * (float("nan") if next(calls) == 51 else 1)
+sys.argv = ["train", *sys.argv[1:]]
+cli.main()
+"""
+
+
+def test_a_loss_that_is_no_number_names_the_step_its_windows_and_the_last_good_checkpoint(home):
+    """The 51st micro-step is the first of step 26; checkpoints come every third step."""
+    arguments = command(home, "broken")[3:]
+    done = subprocess.run([sys.executable, "-c", BROKEN, *arguments], timeout=120, **options(home))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    for words in ("loss nan", "at step 26", "windows 100 to 103", "epoch 0", "step-00000024", "lower lr"):
+        assert words in done.stderr
+    assert checkpoint.newest(home / "broken")[0]["step"] == 24
