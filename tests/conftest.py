@@ -23,7 +23,7 @@ MODULES = {"probe": "probe.cli", "plan": "planner.cli", "train": "trainer.cli"}
 
 
 def pytest_addoption(parser):
-    parser.addoption("--kills", type=int, default=4, help="How often test_kills.py kills a grid.")
+    parser.addoption("--kills", type=int, default=3, help="How often a grid and a run are killed.")
 
 
 def pytest_collection_modifyitems(items):

@@ -231,7 +231,7 @@ def test_a_soak_on_the_processor(command, tmp_path):
     (kept,) = load(next(tmp_path.glob("results/*/soak.jsonl")))
     assert json.loads(done.stdout)["factor"] == pytest.approx(kept.factor) and "tok/s at first" in done.stderr
     assert kept.cell == Cell("1M", 2, 32, vocab=500) and kept.minutes == 0.1 and not kept.windows[0].temperature_c
-    assert 3 <= len(kept.windows) <= 12 and all(w.steps for w in kept.windows)
+    assert 1 <= len(kept.windows) <= 12 and all(w.steps for w in kept.windows)
 
 
 INTERRUPTED = """
