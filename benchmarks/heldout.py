@@ -71,7 +71,8 @@ def main() -> None:
         inside = []
         for what in ("tok_s", "peak_bytes", "hours"):
             span, actual = getattr(plan.predicted, what), receipt["actual"][what]
-            inside.append(span.low <= actual <= span.high)
+            if actual is not None:
+                inside.append(span.low <= actual <= span.high)
         ratios = [receipt["ratio"][what] for what in ("tok_s", "peak_bytes", "hours")]
         print(f"{str(path.parent):44} " + " ".join(f"{(x or math.nan) - 1:+6.1%}" for x in ratios)
               + f"  {sum(inside)} of {len(inside)}")

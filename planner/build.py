@@ -96,7 +96,7 @@ def build(records: list[Record], question: Question, known: Known) -> Forecast:
         checkpoint=every, limit_bytes=limit_bytes,
         predicted=Predicted(tok_s=Span(tokens / step_s.high, tokens / step_s.mid, tokens / step_s.low),
                             peak_bytes=peak_span(pick), hours=predicted),
-        why=why, runners_up=_with_hours(choice, predicted), rejected=choice.rejected, records_sha256=_digest(records),
+        why=why, runners_up=_with_hours(choice, predicted), rejected=choice.rejected, records_sha256=digest(records),
         calibration=calibration.to_json(), software=pick.record.software)
     return Forecast(plan, pick, step_s, calibration.rates, known.power_w(pick.record))
 
@@ -145,5 +145,6 @@ def side_by_side(records_of: dict[str, list[Record]], question: Question, known:
     return found
 
 
-def _digest(records: list[Record]) -> str:
+def digest(records: list[Record]) -> str:
+    """Tells these records from others, whatever their order."""
     return hashlib.sha256("\n".join(sorted(map(repr, records))).encode()).hexdigest()

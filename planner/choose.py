@@ -30,6 +30,10 @@ class Candidate:
         c = self.record.cell
         return StepConfig(c.batch, c.length, self.accum, c.engine, c.recompute, c.update)
 
+    def stretch(self) -> float:
+        """How far its accumulation is from the measured one, 0 if it is that."""
+        return abs(math.log(self.accum / self.record.cell.accum))
+
     @property
     def step_s(self) -> float:
         """Median seconds of an optimizer step; for another accumulation than the measured one, from its parts."""
@@ -111,8 +115,8 @@ def choose(records: list[Record], limit_bytes: int, tokens_wanted: int, tokens_a
         if not exact:
             r = max(fitting, key=lambda r: r.tok_s)
             raise NoPlan(f"no measured cell makes {tokens_wanted:,} tokens a step; measure one with accumulation: probe "
-                         f"grid --model {r.cell.model} --batch {r.cell.batch} --length {r.cell.length} --accum 2"
-                         + _options(r.cell))
+                         f"grid --model {r.cell.model} --batch {r.cell.batch} --length {r.cell.length}"
+                         + replace(r.cell, accum=2).options())
         candidates = exact
     fastest = max(candidates, key=lambda c: c.tok_s)
     why = []
@@ -139,8 +143,8 @@ def choose(records: list[Record], limit_bytes: int, tokens_wanted: int, tokens_a
     why += [line for group in alike.values() for line in contradictions(group, reasons)]
     if pick.step.tokens < 0.8 * tokens_wanted and pick.record.cell.accum == 1 and pick.step.update == "after":
         why.append(f"no accumulation, as none was measured; {tokens_wanted:,} tokens a step would need: probe grid --model "
-                   f"{pick.record.cell.model} --batch {pick.step.batch} --length {pick.step.length} --accum 2"
-                   + _options(pick.record.cell))
+                   f"{pick.record.cell.model} --batch {pick.step.batch} --length {pick.step.length}"
+                   + replace(pick.record.cell, accum=2).options())
     others = sorted((c for c in candidates if c is not pick), key=lambda c: (-c.tok_s, c.name()))[:5]
     leanest = min(candidates, key=lambda c: (c.record.peak_bytes or 0, -c.tok_s, c.name()))
     if leanest is not pick and leanest not in others:
@@ -191,14 +195,10 @@ def _candidates(fitting: list[Record], tokens_wanted: int) -> list[Candidate]:
             continue
         else:
             candidate = Candidate(r, r.cell.accum)
-        found[replace(candidate.step, accum=1)] = candidate
+        key = replace(candidate.step, accum=1)
+        if key not in found or candidate.step != found[key].step or candidate.stretch() < found[key].stretch():
+            found[key] = candidate
     return list(found.values())
-
-
-def _options(cell: Cell) -> str:
-    extra = "" if cell.engine == "eager" else f" --engine {cell.engine}"
-    extra += "" if cell.recompute == "none" else f" --recompute {cell.recompute}"
-    return extra + ("" if cell.vocab == 32_000 else f" --vocab {cell.vocab}")
 
 
 def _cell(cell: Cell) -> dict:

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from trainer.cli import HELP, Output, given, guarded, json_option, print_rows
 from trainer.errors import NoPlan, UserError
@@ -37,8 +38,11 @@ def cli(ctx, corpus, hours, epochs, model, vocab, length, tokens_per_step, limit
         as_json) -> None:
     """Choose the sweet spot among measured cells, and forecast the hours of a corpus."""
     if ctx.invoked_subcommand:
-        if corpus or hours or model or device or files:
-            raise click.UsageError(f"options of a plan don't go with `plan {ctx.invoked_subcommand}`; put its own after it")
+        typed = [p.opts[0] for p in ctx.command.params
+                 if ctx.get_parameter_source(p.name) == ParameterSource.COMMANDLINE]
+        if typed:
+            raise click.UsageError(f"{typed[0]} does not go with `plan {ctx.invoked_subcommand}`; put its own options after "
+                                   f"it")
         return
     from planner import known as at_hand
     from planner import report
@@ -64,9 +68,13 @@ def cli(ctx, corpus, hours, epochs, model, vocab, length, tokens_per_step, limit
         of_each = {name: at_hand.of_model(records, name, vocab) for name in dict.fromkeys(models)}
         forecasts = side_by_side(of_each, question, known)
         print_rows(out, report.SIZE_HEAD, report.size_rows(forecasts))
-        forecast = next((f for f in forecasts.values() if not isinstance(f, str)), None)
-        if forecast is None:
-            raise NoPlan("; ".join(f"{name}: {why}" for name, why in forecasts.items()))
+        missing = {name: why for name, why in forecasts.items() if isinstance(why, str)}
+        planned = next((name for name in forecasts if name not in missing), None)
+        if planned is None:
+            raise NoPlan("; ".join(f"{name}: {why}" for name, why in missing.items()))
+        for name, why in missing.items():
+            out.say(f"no plan for {name}: {why}" + f"; {planned} is planned" * (name == next(iter(forecasts))))
+        forecast = forecasts[planned]
     else:
         forecast = build(at_hand.of_model(records, models[0], vocab), question, known)
     plan = forecast.plan

@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 
 import numpy as np
 
-from planner.build import TABLE, Forecast, Question, side_by_side
+from planner.build import TABLE, Forecast, Question, digest, side_by_side
 from planner.choose import Candidate, step_name
 from planner.costmodel import CostModel, option
 from planner.known import Known, kinds, of_model
@@ -19,19 +19,16 @@ from trainer.units import format_count
 
 CURVE = np.logspace(6, 11, 51)
 """Tokens for which the hours are drawn: the smallest corpus worth a run, to a hundred billion."""
-MOST_ESTIMATED = 300
+MOST_ESTIMATED = 120
 """Cells of a map above which gaps are left open: a fit to so many takes a second."""
 
 
 def pick_of(plan: Plan, records: Sequence[Record]) -> Candidate | None:
     """The measured cell that a plan's step comes from; None if its record is not there."""
-    accums = (plan.step.accum, 2, 1) if plan.step.accum > 1 else (1,)
-    for accum in dict.fromkeys(accums):
-        wanted = dataclasses.replace(plan.step, accum=accum)
-        for r in reversed(records):
-            if r.model == plan.model and r.cell.step == wanted and r.status == "fits":
-                return Candidate(r, plan.step.accum)
-    return None
+    accum, alone = plan.step.accum, dataclasses.replace(plan.step, accum=1)
+    there = [Candidate(r, accum) for r in records if r.model == plan.model and r.status == "fits"
+             and dataclasses.replace(r.cell.step, accum=1) == alone and (r.cell.accum > 1) == (accum > 1)]
+    return min(there, key=Candidate.stretch, default=None)
 
 
 def forecast_of(plan: Plan, records: Sequence[Record], known: Known) -> Forecast | None:
@@ -60,13 +57,17 @@ def page_data(plan: Plan | None, records: Sequence[Record], known: Known, notes:
     forecast = forecast_of(plan, records, known)
     if forecast is None:
         notes = [*notes, "the record that this plan was made from is not there: hours are the plan's own, in proportion"]
-    of_device = [p for p in known.past if p.plan.device == plan.device]
+    if forecast and digest([r for r in records if r.model == plan.model]) != plan.records_sha256:
+        notes = [*notes, "cells were measured since this plan was made: plan again to count them"]
+    of_device = [p for p in known.past if p.device == plan.device]
     return data | {
         "title": f"{plan.model.name} on {plan.device}", "device": plan.device, "notes": notes, "plan": plan.to_json(),
-        "limit_bytes": plan.limit_bytes, "limit_from": source if default == plan.limit_bytes else "as asked",
+        "limit_bytes": plan.limit_bytes,
+        "limit_from": next((line.partition(": ")[2] for line in plan.why if str(line).startswith("limit ")), ""),
         "series": _series(records, plan.limit_bytes, forecast and forecast.pick.record.cell),
         "curve": [[tokens, *_ends(_hours(plan, forecast, tokens, 1.0))] for tokens in CURVE.tolist()],
-        "corpora": [[format_count(size), size, *_ends(_hours(plan, forecast, size, plan.epochs))]
+        "corpora": [[format_count(size), size, *_ends(plan.predicted.hours if size == plan.corpus_tokens else
+                                                      _hours(plan, forecast, size, plan.epochs))]
                     for size in sorted({*TABLE, plan.corpus_tokens})],
         "sizes": _sizes(records, plan, known),
         "receipts": [{"run": p.run, "at": p.plan.at, "model": p.plan.model.name, "step": step_name(p.plan.step),
@@ -120,7 +121,7 @@ def _estimated(group: list[Record], limit_bytes: float) -> list[dict]:
 
 
 def _sizes(records: list[Record], plan: Plan, known: Known) -> list[dict]:
-    """Every measured model at the plan's corpus and limit."""
+    """The plan, and every other measured model at its corpus and limit."""
     question = Question(plan.corpus_tokens, None, plan.epochs, None, None, plan.limit_bytes)
     groups = {f"{model} {vocab}": of_model(records, model, vocab) for model, vocab in kinds(records)}
     rows = []
@@ -128,11 +129,14 @@ def _sizes(records: list[Record], plan: Plan, known: Known) -> list[dict]:
         model = groups[name][0].model
         row = {"model": model.name, "parameters": model.parameters, "pick": "", "tok_s": None, "peak_bytes": None,
                "hours": None, "tokens_per_parameter": plan.corpus_tokens * plan.epochs / model.parameters, "note": ""}
+        if model == plan.model:
+            forecast = plan
         if isinstance(forecast, str):
             row["note"] = forecast
         else:
-            p = forecast.plan.predicted
-            row |= {"pick": forecast.pick.name(), "tok_s": p.tok_s.mid, "peak_bytes": p.peak_bytes.mid,
+            chosen = forecast if forecast is plan else forecast.plan
+            p = chosen.predicted
+            row |= {"pick": step_name(chosen.step), "tok_s": p.tok_s.mid, "peak_bytes": p.peak_bytes.mid,
                     "hours": dataclasses.asdict(p.hours)}
         rows.append(row)
     return sorted(rows, key=lambda row: row["parameters"])

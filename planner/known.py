@@ -1,10 +1,10 @@
 """What is on disk of one device: its records, and all that a plan takes from elsewhere than them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from planner import calibration
-from planner.calibration import Calibration, Past, calibrate
+from planner.calibration import Calibration, Past, calibrate, is_usable
 from planner.hours import Rates
 from probe import records, soak
 from probe.cliff import Cliff
@@ -34,7 +34,8 @@ class Known:
 
     def power_w(self, record: Record) -> float | None:
         """What the card draws when warm, or else drew at the end of the measurement."""
-        powers = [s.power_w for s in self.soaks if s.cell.step == record.cell.step and s.power_w]
+        wanted = replace(record.cell, accum=1)
+        powers = [s.power_w for s in self.soaks if replace(s.cell, accum=1) == wanted and s.power_w]
         power = powers[-1] if powers else record.readings.get("power_w")
         return power if isinstance(power, (int, float)) and power > 0 else None
 
@@ -44,7 +45,9 @@ def read(results: Path, files: tuple[Path, ...], device: str | None, say) -> tup
     the device's folder under `results`; `device` as in trainer.device.choose."""
     if files:
         found = records.of_devices(files, lambda names: choose(names, device, True), say)
-        folder = files[0].parent.parent / (found[0].device if found else "")
+        name = found[0].device if found else ""
+        around = [f.resolve().parent for f in files]
+        folder = next((f for f in around if f.name == name), around[0].parent / name)
     else:
         folders = {p.parent.name: p for p in sorted(results.glob("*/records.jsonl"))}
         if not folders:
@@ -63,8 +66,11 @@ def device_file(path: Path) -> dict:
     values = read_json(path, "device file") if path.exists() else {}
     for name in RATES:
         value = values.get(name)
-        if value is not None and not (isinstance(value, (int, float)) and value > 0):
+        if value is not None and not is_usable(value):
             raise UserError(f"device file {path}: {name} is {value!r:.40}; it must be a number above 0, or null")
+    memory = values.get("memory") or {}
+    if not isinstance(memory, dict) or not all(value == 0 or is_usable(value) for value in memory.values()):
+        raise UserError(f"device file {path}: memory must be an object of bytes; `probe card` makes it again")
     return values
 
 
@@ -88,8 +94,9 @@ def of_model(found: list[Record], model: str | None, vocab: int | None) -> list[
     if not chosen:
         raise UserError(f"no records of that model; there are {_listed(there)}; `probe grid` measures others")
     if len(chosen) > 1:
-        raise UserError(f"records of several models: choose one, of {_listed(chosen)}; or name several, as "
-                        f"--model {','.join(model for model, _ in chosen)}")
+        names = list(dict.fromkeys(name for name, _ in chosen))
+        or_several = f"; or name several, as --model {','.join(names)}" if len(names) == len(chosen) else ""
+        raise UserError(f"records of several models: choose one, of {_listed(chosen)}{or_several}")
     return [r for r in found if (r.cell.model, r.cell.vocab) == chosen[0]]
 
 

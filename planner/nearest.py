@@ -36,8 +36,7 @@ def nearest(records: list[Record], length: int | None, limit_bytes: int, device:
     told = "; ".join(f"{_name(cell)} ({format_bytes(need)})" for cell, need in found)
     cell = found[0][0]
     return (f". By estimate, not measured, these would: {told}. Measure one: probe grid --model {cell.model} "
-            f"--batch {cell.batch} --length {cell.length}" + (f" --recompute {cell.recompute}" * (cell.recompute != "none"))
-            + (f" --vocab {cell.vocab}" * (cell.vocab != 32_000)))
+            f"--batch {cell.batch} --length {cell.length}{cell.options()}")
 
 
 def _name(cell: Cell) -> str:

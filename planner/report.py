@@ -67,7 +67,7 @@ def size_rows(forecasts: dict[str, Forecast | str]) -> list[tuple[str, ...]]:
     rows = []
     for name, forecast in forecasts.items():
         if isinstance(forecast, str):
-            rows.append((name, "nothing fits", "-", "-", "-", "-"))
+            rows.append((name, "no plan", "-", "-", "-", "-"))
             continue
         plan = forecast.plan
         share = plan.corpus_tokens * plan.epochs / plan.model.parameters
@@ -81,5 +81,5 @@ def past_rows(forecast: Forecast, past) -> list[tuple[str, ...]]:
     def off(ratio: float | None) -> str:
         return f"{(ratio - 1) * 100:+.1f}%" if ratio else "-"
 
-    here = [p for p in past if p.plan.device == forecast.plan.device]
+    here = [p for p in past if p.device == forecast.plan.device]
     return [(p.run, *(off(p.receipt["ratio"].get(k)) for k in ("tok_s", "peak_bytes", "hours"))) for p in here[-5:]]

@@ -41,6 +41,11 @@ class Cell:
         """Cells that differ in the batch alone have this in common."""
         return self.model, self.vocab, self.length, self.accum, self.engine, self.recompute, self.update
 
+    def options(self) -> str:
+        """What a command line says beside model, batch and length to measure this cell; "" or begins with a blank."""
+        told = (("engine", "eager"), ("recompute", "none"), ("vocab", VOCAB), ("update", "after"), ("accum", 1))
+        return "".join(f" --{name} {getattr(self, name)}" for name, usual in told if getattr(self, name) != usual)
+
     def within(self, other: "Cell") -> bool:
         """Whether `other` needs at least this cell's memory: the same but for a batch, length or accumulation that is
         no smaller (accumulation holds the gradients during the forward pass; above 2 it adds nothing)."""

@@ -139,15 +139,19 @@ def lines_by_device(path: Path | str) -> dict[str, list[jsonl.Line]]:
 
 def of_devices(paths: Iterable[Path], choose: Callable[[list[str]], str], say=lambda line: None) -> list[Record]:
     """The records of the one device that `choose` takes of all that the files have."""
+    def parsed(path: Path, lines: list[jsonl.Line], say=lambda line: None) -> list[Record]:
+        return jsonl.parse(path, "records", lines, Record.from_json, say)
+
     groups = [(path, lines_by_device(path)) for path in paths]
-    others = [r for path, group in groups for r in jsonl.parse(path, "records", group.pop("", []), Record.from_json, say)]
-    names = list(dict.fromkeys([*(name for _, group in groups for name in group), *(r.device for r in others)]))
+    names = [name for path, group in groups
+             for name in (*(n for n in group if n), *(r.device for r in parsed(path, group.get("", []))))]
     if not names:
         return []
-    chosen = choose(names)
-    return [r for path, group in groups
-            for r in jsonl.parse(path, "records", group.get(chosen, []), Record.from_json, say)
-            ] + [r for r in others if r.device == chosen]
+    chosen, found = choose(list(dict.fromkeys(names))), []
+    for path, group in groups:
+        lines = sorted([*group.get(chosen, []), *group.get("", [])], key=lambda line: line.number)
+        found += [r for r in parsed(path, lines, say) if r.device == chosen]
+    return found
 
 
 def append(path: Path, record: Record) -> None:

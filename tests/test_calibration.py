@@ -66,9 +66,28 @@ def test_other_devices_and_software_say_nothing(other):
 
 def test_a_soak_s_loss_is_expected_and_receipts_outweigh_it():
     warm = calibrate([], [soak(1.1)], GTX, None, Rates())
-    assert warm.tok_s == pytest.approx(1 / 1.1) and "10.0%" in warm.lines()[0]
+    assert warm.tok_s == pytest.approx(1 / 1.1) and "10.0% slower" in warm.lines()[0]
     assert calibrate([], [soak(1.1), soak(1.02, settled=False)], GTX, None, Rates()).soak == pytest.approx(1.1)
     assert calibrate([run(0.97)] * 10, [soak(1.1)], GTX, None, Rates()).tok_s == pytest.approx(0.97, abs=0.005)
+
+
+def test_a_soak_on_battery_says_nothing_and_a_short_one_says_so():
+    battery = dataclasses.replace(soak(1.9), on_battery=True)
+    assert calibrate([], [battery], GTX, None, Rates()).soak is None
+    assert "not settled" in calibrate([], [soak(1.1, settled=False)], GTX, None, Rates()).lines()[0]
+    assert "faster" in calibrate([], [soak(0.98)], GTX, None, Rates()).lines()[0]
+
+
+def test_the_power_is_that_of_the_same_step_and_model():
+    there = make_record(accum=2)
+    hot = dataclasses.replace(soak(1.0), windows=(Window(5, 5, 1.0, power_w=111.0),))
+    known = Known(soaks=(dataclasses.replace(hot, cell=Cell("150M", 4, 512, 8)),))
+    assert known.power_w(there) == 111.0
+    assert Known(soaks=(dataclasses.replace(hot, cell=Cell("10M", 4, 512)),)).power_w(there) is None
+
+
+def test_start_up_of_a_resumed_run_is_not_a_fresh_one_s():
+    assert calibrate([run(1.0, start_up_s=99.0, resumed_from=5)], [], GTX, None, Rates(5.0)).rates.start_up_s == 5.0
 
 
 def test_start_up_and_disk_come_from_past_runs():
@@ -94,7 +113,10 @@ def receipt(**changes) -> dict:
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", json.dumps(receipt(ratio=None)), json.dumps(receipt(ratio={"tok_s": "fast"})),
-                                    json.dumps(receipt(actual={"hours": -1})), "null", "\x00"])
+                                    json.dumps(receipt(actual={"hours": -1})), "null", "\x00",
+                                    json.dumps(receipt(software="torch")), json.dumps(receipt(ratio={"tok_s": 1e-30})),
+                                    json.dumps(receipt(ratio={"tok_s": 10**400})),
+                                    json.dumps(receipt(ratio={"tok_s": 30.0}))])
 def test_a_damaged_receipt_is_named_and_the_others_are_read(tmp_path, damage):
     for name in ("bad", "good", "unplanned", "running"):
         (tmp_path / name).mkdir()

@@ -100,6 +100,22 @@ def test_the_best_is_kept_beside_the_newest(tmp_path):
     assert folders(tmp_path) == ["step-00000002", "step-00000005", "step-00000006"]
 
 
+def test_what_a_resume_passed_over_does_not_push_out_what_it_writes(tmp_path):
+    for step in (100, 200, 300):
+        checkpoint.save(tmp_path, step, state(), {})
+    for step in (200, 300):
+        (tmp_path / f"checkpoints/step-{step:08d}/state.json").write_text("{}")
+    checkpoint.save(tmp_path, 100, state(), {})
+    checkpoint.save(tmp_path, 150, state(), {})
+    assert folders(tmp_path) == ["step-00000100", "step-00000150"] and checkpoint.newest(tmp_path)[0]["step"] == 150
+
+
+def test_a_folder_left_by_a_kill_is_removed_by_the_next_save(tmp_path):
+    (tmp_path / "checkpoints/step-00000007.tmp").mkdir(parents=True)
+    checkpoint.save(tmp_path, 8, state(), {})
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000008"]
+
+
 def test_a_disk_without_room_costs_nothing_that_was_there(tmp_path, monkeypatch):
     checkpoint.save(tmp_path, 1, state(), {})
     usage = checkpoint.shutil.disk_usage(tmp_path)

@@ -42,6 +42,12 @@ def test_cells_within_the_noise_of_the_pick_are_named():
     assert not any("noise" in line for line in pick(exact).why)
 
 
+def test_a_measured_accumulation_is_not_made_up_from_another():
+    records = [make_record(4, 512, accum=2, tok_s=1000), make_record(4, 512, accum=8, tok_s=1100)]
+    assert pick(records, wanted=2 * 2048).pick.record.cell.accum == 2
+    assert pick(records, wanted=6 * 2048).pick.record.cell.accum == 8
+
+
 def test_ties_are_broken_the_same_way_whatever_the_order():
     records = [make_record(b, n, tok_s=1000, peak=3e9) for b, n in ((4, 512), (2, 512), (8, 512))]
     assert {pick(order).pick.step.batch for order in (records, records[::-1], records[1:] + records[:1])} == {2}

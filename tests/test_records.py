@@ -6,7 +6,7 @@ import pytest
 from conftest import make_record
 
 from probe.cell import Cell, grid
-from probe.records import Record, append, frame, latest, load
+from probe.records import Record, append, frame, latest, load, of_devices
 from trainer.errors import UserError
 
 
@@ -86,3 +86,24 @@ def test_a_cell_needs_no_more_than_a_larger_one():
     assert not small.within(Cell("10M", 1, 512)) and not small.within(Cell("20M", 4, 128))
     assert Cell("10M", 2, 128, accum=2).within(Cell("10M", 2, 128, accum=3))
     assert not Cell("10M", 2, 128, accum=2).within(Cell("10M", 4, 256))
+
+
+def test_a_device_s_records_are_read_in_order_whoever_wrote_them(tmp_path):
+    """The second line is written without blanks, as another program might, and is the newest but one."""
+    a, b = make_record(1, tok_s=1000), make_record(1, tok_s=2000, device="nvidia-h200")
+    compact = json.dumps(make_record(1, tok_s=3000).to_json(), separators=(",", ":"))
+    lines = [json.dumps(a.to_json()), compact, json.dumps(b.to_json()), json.dumps(make_record(1, tok_s=4000).to_json())]
+    path = tmp_path / "r.jsonl"
+    path.write_text("\n".join(lines) + "\n" + lines[0][:50])
+    said, seen = [], []
+    found = of_devices([path], lambda names: seen.extend(names) or a.device, said.append)
+    assert [round(r.tok_s) for r in found] == [1000, 3000, 4000] and set(seen) == {a.device, b.device}
+    assert len(said) == 1 and "torn" in said[0]
+    path.write_text("")
+    assert of_devices([path], lambda names: names[0]) == []
+
+
+def test_a_cell_s_options_measure_that_cell():
+    assert Cell("10M", 2, 128).options() == ""
+    assert Cell("10M", 2, 128, 2, "graph", "block", 500, "after").options() == (
+        " --engine graph --recompute block --vocab 500 --accum 2")

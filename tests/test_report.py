@@ -11,6 +11,7 @@ from conftest import make_cliff, make_record, write_records
 from test_planner import CASE, gtx1060
 from test_soak import soak, windows
 
+from planner.gather import pick_of
 from probe import jsonl
 from trainer.config import ModelConfig
 from trainer.device import cpu_name, slug
@@ -133,8 +134,21 @@ def test_a_plan_whose_record_is_gone_is_still_shown(command, home):
     assert "is not there" in (home / "results/report.html").read_text(encoding="utf-8")
 
 
+def test_the_page_takes_the_record_that_the_plan_was_made_from():
+    """A plan of accumulation 4 comes from a measured accumulation above 1, never from none."""
+    plan = Plan.from_json(dict(
+        schema=1, at="", device=GTX, model=ModelConfig.named("150M").__dict__, step=dict(batch=4, length=512, accum=4),
+        corpus_tokens=1, epochs=1, steps=1, optimizer={"lr": 1e-3}, eval=1, checkpoint=1, limit_bytes=1,
+        predicted={k: dict(low=1, mid=1, high=1) for k in ("tok_s", "peak_bytes", "hours")}, why=[],
+        runners_up=[], rejected=[],
+        records_sha256="", calibration={}))
+    none, eight, two = (make_record(4, 512, accum=a) for a in (1, 8, 2))
+    assert pick_of(plan, [none]) is None
+    assert pick_of(plan, [none, eight]).record is eight and pick_of(plan, [none, eight, two]).accum == 4
+
+
 @pytest.mark.parametrize(("arguments", "words"), [
-    (["report", "--plan", "gone.json"], "gone.json"), (["--corpus", "1M", "report"], "put its own after it"),
+    (["report", "--plan", "gone.json"], "gone.json"), (["--corpus", "1M", "report"], "--corpus does not go with"),
     (["report", "--device", "tpu"], GTX), (["report", "--out", "results"], "results")])
 def test_bad_input_of_the_report_is_one_line(refused, home, arguments, words):
     if "--out" in arguments:

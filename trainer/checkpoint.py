@@ -42,7 +42,7 @@ def save(run: Path, step: int, tensors: dict, facts: dict) -> Path:
     except Exception as e:  # safetensors has an error type of its own for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"can't write checkpoint {folder}: {getattr(e, 'strerror', None) or e}") from None
-    _prune(run)
+    _prune(run, folder)
     return folder
 
 
@@ -68,7 +68,8 @@ def _flush_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def _prune(run: Path) -> None:
+def _prune(run: Path, written: Path) -> None:
+    """Keeps the newest KEEP up to the one just `written`: later ones were broken and passed over by a resume."""
     found = _all(run)
     losses = {}
     for folder in found:
@@ -80,7 +81,8 @@ def _prune(run: Path) -> None:
             losses[folder] = loss
     best = min(losses, key=losses.get, default=None)
     left_behind = (run / "checkpoints").glob("step-*.tmp")  # by a process that was killed while it wrote
-    for old in [*found[:-KEEP], *left_behind]:
+    until = found.index(written) + 1
+    for old in [*found[:max(0, until - KEEP)], *found[until:], *left_behind]:
         if old != best:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -175,7 +177,7 @@ class Saver:
         try:
             save(self._run, step, tensors, facts)
             self.last_failed = None
-        except UserError as e:
+        except Exception as e:  # whatever it was, a thread must not take it with it
             self.failures, self.last_failed = self.failures + 1, str(e)
             self._say(f"{e}; the run goes on, and the checkpoints before it are still there")
         self.write_s += time.perf_counter() - begin

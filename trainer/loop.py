@@ -89,6 +89,7 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
     `say` takes lines that stay, `live` the line that changes. Asked to stop, it saves after the step that runs, says how
     to go on, and raises KeyboardInterrupt.
     """
+    started_s = process_seconds()
     facts = device.facts(where)
     if facts.fingerprint != plan.device:
         say(f"note: planned on {plan.device}, running on {facts.fingerprint}: the forecast is not for this device")
@@ -119,7 +120,6 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
     batches = [torch.from_numpy(b) for b in windows]
     peaks = {"device_peak_bytes": None}
     loss = val_loss = math.nan
-    started_s = process_seconds()
 
     def note(number: int, times) -> None:
         nonlocal loss
@@ -193,7 +193,8 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
 
     peaks.update(claim.peaks(where, facts.uuid))
     paper = receipt(plan, meter, peaks, before_s + process_seconds(), {
-        "start_up_s": started_s, **spent, "first_val_loss": first_loss, "val_loss": val_loss, "loss": loss,
+        "start_up_s": started_s, "resumed_from": start, **spent, "first_val_loss": first_loss, "val_loss": val_loss,
+        "loss": loss,
         "checkpoint_failures": saver.failures, "software": facts.software, "ran_on": facts.fingerprint})
     write_json(folder.path / "receipt.json", paper)
     return paper

@@ -27,7 +27,7 @@ def held_back(tokens: int, step: StepConfig) -> int:
 def eval_batches(corpus_tokens: int, step: StepConfig) -> int:
     """Batches of an evaluation: what would be held back of a file of `corpus_tokens`, so that evaluations take a few
     hundredths of the run's time however large the data is."""
-    return math.ceil(held_back(corpus_tokens, step) // step.length / step.batch)
+    return max(1, (held_back(corpus_tokens, step) - 1) // step.length // step.batch)
 
 
 def is_due(step: int, steps: int, every: int) -> bool:
@@ -130,6 +130,11 @@ class Plan:
                                  ("software", dict, "an object")):
             if not isinstance(getattr(plan, name), kind):
                 raise UserError(f"{name} is {getattr(plan, name)!r:.60}; it must be {what}")
+        for name in ("runners_up", "rejected"):
+            if not all(isinstance(item, dict) for item in getattr(plan, name)):
+                raise UserError(f"{name} must be a list of objects")
+        if not plan.predicted.tok_s.low:
+            raise UserError("predicted tok_s: low is 0; it must be above 0")
         return plan
 
     def to_json(self) -> dict:
