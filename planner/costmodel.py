@@ -16,9 +16,6 @@ from probe.cell import Cell
 from probe.records import Record
 from trainer.plan import Span
 
-SHARPNESS = 16
-"""How sharply a step's time bends from the launch floor to the work: where they are equal it is 4% above them. The next step
-is launched while this one runs, so that whichever takes longer hides the other."""
 PARTS = 4
 """Parts of the form that records have to tell: what they have beyond that tells how sure it is."""
 FEWEST = 3
@@ -101,7 +98,7 @@ class CostModel:
 
 def _times(cells: list[Cell], fits: list[Record]) -> tuple[np.ndarray, np.ndarray, float]:
     """(log seconds, their standard deviations, roughness), one value a cell."""
-    fitted = curve.step_times(cells, fits, SHARPNESS)
+    fitted = curve.step_times(cells, fits, exact=True)
     return fitted.at(0), fitted.spread(), fitted.rough
 
 

@@ -24,9 +24,9 @@ TIME_NOISE, PEAK_NOISE = 0.006, 0.01
 run to run."""
 TRUST = 0.03
 """How near to the records the trend is drawn before roughness is weighed."""
-SHARPNESS = 8
-"""How sharply a step's time bends from the launch floor to the work, for a search that has seen little of either: where they
-are equal it is 9% above them. At 10 one made-up grid more ran a cell too many."""
+SHARPNESS, EXACT_SHARPNESS = 4, 16
+"""How sharply a step's time bends from the launch floor to the work, for a search and for a cost model: where they are equal
+it is 19% and 4% above them. The next step is launched while this one runs, so that the longer hides the shorter."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,11 @@ class Curve:
         return np.sqrt(self.weight @ (self.sd**2 + (self.mean - self.weight @ self.mean)**2))
 
 
-def step_times(cells: Sequence[Cell], fits: Sequence[Record], sharpness: float = SHARPNESS) -> Curve:
-    """log seconds of a step: the launch floor, or fixed + serial x length + per_token x tokens x (1 + attention x length).
-    A few long sequences leave a card half empty, which costs by the length whatever the batch: without that term 8 cells of
-    an H200's 30 missed the others by 3.9% in the mean, with it by 1.9%."""
+def step_times(cells: Sequence[Cell], fits: Sequence[Record], exact: bool = False) -> Curve:
+    """log seconds of a step: the launch floor, or fixed + per_token x tokens x (1 + attention x length), and if `exact` a
+    part of the length whatever the batch: a few long sequences leave a card half empty. With that and the sharper bend 8
+    cells of an H200's 30 missed the others by 1.9% in the mean, without by 5.4%; but a search by it lost over 1% of tok/s
+    on 9 of 360 made-up grids instead of 2."""
     tokens = np.array([c.step.tokens for c in cells], float)
     length = np.array([c.length for c in cells], float)
     step_s = np.array([r.median_step_s for r in fits])
@@ -62,13 +63,18 @@ def step_times(cells: Sequence[Cell], fits: Sequence[Record], sharpness: float =
     attention = 1.7 * (model.flops_per_token(1024) / model.flops_per_token(0) - 1) / 1024 if model else 0.3 / 1024
 
     def log_step_s(logs: np.ndarray) -> np.ndarray:
-        floor, fixed, serial, per_token, attention = np.exp(logs)
-        work = fixed + serial * length + per_token * tokens * (1 + attention * length)
+        floor, fixed, per_token, attention, *serial = np.exp(logs)
+        work = fixed + per_token * tokens * (1 + attention * length) + sum(serial) * length
         return np.logaddexp(sharpness * np.log(floor), sharpness * np.log(work)) / sharpness
-    center = np.log([step_s.min(), 0.3 * step_s.min(), 0.1 * step_s.min() / length.min(), (step_s / tokens[seen]).min(),
-                     attention])
+
+    sharpness = EXACT_SHARPNESS if exact else SHARPNESS
+    center = [step_s.min(), 0.3 * step_s.min(), (step_s / tokens[seen]).min(), attention]
+    spread = [1.0, 1.5, 1.5, 0.7]
+    if exact:
+        center.append(0.1 * step_s.min() / length.min())
+        spread.append(1.5)
     noise = np.array([math.hypot(TIME_NOISE, _unrest(r.step_s)) for r in fits])
-    return _fit(log_step_s, center, np.array([1.0, 1.5, 1.5, 1.5, 0.7]), cells, seen, np.log(step_s), noise)
+    return _fit(log_step_s, np.log(center), np.array(spread), cells, seen, np.log(step_s), noise)
 
 
 def _unrest(step_s: Sequence[float]) -> float:
