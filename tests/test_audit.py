@@ -66,7 +66,7 @@ def test_a_machine_in_order_has_nothing_against_it(situation):
     ("data", "refuse", "no such file", {"data_problem": "token file x: no such file", "tokens": None}),
     ("data", "ok", "--data", {"tokens": None}),
     ("data", "ok", "each seen 1.5 times", {"tokens": 1366}),  # 32 steps of 64 tokens
-    ("data", "warn", "each seen 1.5 times by 32 steps of 64, where the plan has 1 epochs of 1k", {"tokens": 1365}),
+    ("data", "warn", "each seen 1.5 times by 32 steps of 64, where the plan has 1 x 1k tokens", {"tokens": 1365}),
     ("data", "ok", "each seen 2.0 times", {"tokens": 1000, "plan": plan(epochs=2)}),
     ("disk", "refuse", "make room for 3", {"disk_free_bytes": 2 * CHECKPOINT - 1}),
     ("disk", "warn", "2 are kept", {"disk_free_bytes": 2 * CHECKPOINT}),

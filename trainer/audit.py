@@ -161,7 +161,7 @@ def _data(s: Situation) -> Finding:
     seen = f"{s.tokens:,} tokens, each seen {each:.1f} times"
     if each > REPEATS * s.plan.epochs:
         return Finding("warn", "data", f"{seen} by {s.plan.steps:,} steps of {s.plan.step.tokens:,}, where the plan has "
-                                       f"{s.plan.epochs:g} epochs of {format_count(s.plan.corpus_tokens)}; give that much "
+                                       f"{s.plan.epochs:g} x {format_count(s.plan.corpus_tokens)} tokens; give that much "
                                        f"data, or plan for this file with --corpus")
     return Finding("ok", "data", seen)
 
