@@ -73,7 +73,7 @@ def step_times(cells: Sequence[Cell], fits: Sequence[Record], exact: bool = Fals
     if exact:
         center.append(0.1 * step_s.min() / length.min())
         spread.append(1.5)
-    noise = np.array([math.hypot(TIME_NOISE, _unrest(r.step_s)) for r in fits])
+    noise = np.array([math.hypot(TIME_NOISE, _unrest(r.step_s) if exact else 0) for r in fits])
     return _fit(log_step_s, np.log(center), np.array(spread), cells, seen, np.log(step_s), noise)
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -106,41 +107,41 @@ def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, dev
     if resume and run_path is None:
         raise click.UsageError("--resume needs --run DIR, the folder of the run to go on with")
     out = Output(as_json)
-    from trainer.device import facts, on_battery, resolve
+    from trainer import audit as checklist
+    from trainer.device import resolve
     from trainer.log import RunFolder, default_run, describe, receipt_rows
+    from trainer.look import look
     from trainer.plan import Plan
     from trainer.usage import Claim
 
     plan = Plan.load(plan_path)
-    if on_battery() and not allow_battery:
-        raise Refused("this machine is on battery, where a card runs at about half its speed (Notebookcheck: -53%) and a "
-                      "forecast means nothing; plug it in, or add --allow-battery")
     claim = Claim()
     where = resolve(device)
     from trainer.loop import open_data, run
 
-    tokens, held = open_data(plan, data, val)
+    tokens, held = open_data(plan, data, val, keep=not dry_run)
     folder_path = run_path or default_run(Path("results"), plan)
     seen = plan.steps * plan.step.tokens / len(tokens.ids)
     out.say(describe(plan))
     out.say(f"data {data}: {len(tokens.ids):,} tokens, each seen {seen:.1f} times; {len(held.ids):,} held back to validate")
-    if dry_run:
-        from trainer.device import refuse_engine
-
-        seen = facts(where)
-        if refusal := refuse_engine(plan.step.engine, where.type, seen.capability):
-            raise UserError(refusal)
-        out.say(f"would run on {seen.name} into {folder_path}; nothing was written")
-        out.result({"run": str(folder_path), "device": seen.fingerprint, "steps": plan.steps, "tokens": len(tokens.ids)})
-        return
     if resume:
-        folder = RunFolder.resume(folder_path, plan)
-    else:
-        folder = RunFolder.start(folder_path, plan)
+        RunFolder.resume(folder_path, plan)
+    situation = look(plan, where, folder_path, resume, allow_battery, tokens=len(tokens.ids))
+    findings = checklist.judge(situation)
+    for line in checklist.lines(findings) if dry_run else checklist.warnings(findings):
+        out.say(line)
+    if refusal := checklist.refusal(findings):
+        raise refusal
+    if dry_run:
+        out.say(f"would run on {situation.fingerprint} into {folder_path}; nothing was written")
+        out.result({"run": str(folder_path), "device": situation.fingerprint, "steps": plan.steps,
+                    "tokens": len(tokens.ids), "findings": [asdict(f) for f in findings]})
+        return
     from trainer.live import Live
 
     try:
-        with Live(out.console()) as live:
+        with RunFolder.alone(folder_path), Live(out.console()) as live:
+            folder = RunFolder.resume(folder_path, plan) if resume else RunFolder.start(folder_path, plan)
             paper = run(plan, tokens, held, folder, where, resume, claim, live.say, live.update)
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(type(e).__name__, str(e)):
@@ -150,6 +151,35 @@ def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, dev
     out.say(f"validation loss {paper['first_val_loss']:.3f} -> {paper['val_loss']:.3f}; receipt in {folder.path}")
     print_rows(out, ("", "planned", "actual", "difference"), receipt_rows(paper))
     out.result(paper | {"run": str(folder.path)})
+
+
+@cli.command(context_settings=HELP)
+@click.option("--plan", "plan_path", required=True, type=click.Path(path_type=Path), metavar="FILE", help="The plan to run.")
+@click.option("--data", type=click.Path(path_type=Path), metavar="FILE", help="Token file to train on.")
+@click.option("--val", type=click.Path(path_type=Path), metavar="FILE", help="Token file to validate on.")
+@click.option("--run", "run_path", type=click.Path(path_type=Path), metavar="DIR",
+              help="The folder that the run would have.  [default: results/runs/MODEL-TIME]")
+@click.option("--allow-battery", is_flag=True, help="Only warn of a battery.")
+@device_option
+@json_option
+def audit(plan_path, data, val, run_path, allow_battery, device, as_json) -> None:
+    """Go through what a run of the plan would meet here, as every start does; exit 4 if something refuses."""
+    from trainer import audit as checklist
+    from trainer.log import default_run
+    from trainer.look import examine
+    from trainer.plan import Plan
+
+    if val is not None and data is None:
+        raise click.UsageError("--val needs --data FILE, the tokens to train on")
+    out, plan = Output(as_json), Plan.load(plan_path)
+    findings = checklist.judge(examine(plan, data, val, run_path or default_run(Path("results"), plan), device,
+                                       allow_battery))
+    refusal = checklist.refusal(findings)
+    for line in checklist.lines(findings):
+        out.say(line)
+    out.result({"findings": [asdict(f) for f in findings], "refused": refusal is not None})
+    if refusal:
+        raise Refused(str(refusal))
 
 
 def print_rows(out: Output, head: tuple[str, ...], rows) -> None:

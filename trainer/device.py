@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 
 from trainer import nvml
-from trainer.errors import UserError
+from trainer.errors import NoKernels, UserError
 
 THROTTLED = 0x4 | 0x8 | 0x20 | 0x40 | 0x80
 """NVML's bits for a power cap, hardware slowdown, two thermal ones and the power brake; 0x1 is idleness, no throttle."""
@@ -104,7 +104,7 @@ def resolve(name: str | None):
         if torch.cuda.is_available():
             reason = lacks_kernels(torch.cuda.get_device_capability(0), torch.cuda.get_arch_list())
             if reason:
-                raise UserError(f"{torch.cuda.get_device_name(0)}: {reason}; or use --device cpu")
+                raise NoKernels(f"{torch.cuda.get_device_name(0)}: {reason}; or use --device cpu")
             name = "cuda"
         elif torch.xpu.is_available():
             name = "xpu"
@@ -130,7 +130,7 @@ def resolve(name: str | None):
     if kind == "cuda":
         reason = lacks_kernels(torch.cuda.get_device_capability(index), torch.cuda.get_arch_list())
         if reason:
-            raise UserError(f"{torch.cuda.get_device_name(index)}: {reason}")
+            raise NoKernels(f"{torch.cuda.get_device_name(index)}: {reason}")
     return torch.device(kind, index)
 
 

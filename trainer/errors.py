@@ -15,6 +15,10 @@ class NoPlan(UserError):
     exit_code = 3
 
 
+class NoKernels(UserError):
+    """The torch build has no machine code for the card."""
+
+
 class Refused(UserError):
     """The machine is not in a state in which a run should start."""
 

@@ -6,13 +6,18 @@ import json
 import os
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
-from trainer.errors import UserError
+from trainer.errors import Refused, UserError
 from trainer.pace import StepTimes
 from trainer.plan import Plan
 from trainer.units import format_bytes, format_count, format_duration
+
+LOCK = ".lock"
+PATIENCE_S = 0.3
+"""How long a start waits for a folder's lock, which an audit that looks at it holds for a moment."""
 
 
 class RunLog:
@@ -109,11 +114,50 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    @staticmethod
+    def problem(path: Path) -> str | None:
+        """Why no run can be started in this folder; None if one can."""
+        if (path / "receipt.json").exists() or any((path / "checkpoints").glob("step-*")):
+            return f"{path} holds a run already; go on with it by --resume, or name another --run"
+        return None
+
+    @staticmethod
+    @contextlib.contextmanager
+    def alone(path: Path) -> Iterator[None]:
+        """Holds the folder, made if need be, against other runs; Refused if one has it. The system lets go of it however
+        a process ends."""
+        from filelock import FileLock, Timeout
+
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            held = FileLock(path / LOCK).acquire(timeout=PATIENCE_S)
+        except Timeout:
+            raise Refused(f"another process runs in {path}; wait for it, or name another --run") from None
+        except OSError as e:
+            raise UserError(f"can't write {path}: {e.strerror or e}") from None
+        with held:
+            yield
+
+    @staticmethod
+    def held(path: Path) -> bool | None:
+        """Whether another process runs in this folder; None where that can't be tried. Makes nothing."""
+        from filelock import FileLock, Timeout
+
+        if not (path / LOCK).exists():
+            return False
+        try:
+            with FileLock(path / LOCK).acquire(timeout=0):
+                return False
+        except Timeout:
+            return True
+        except OSError:
+            return None
+
     @classmethod
     def start(cls, path: Path, plan: Plan) -> "RunFolder":
         """Makes the folder; UserError if a run is in it already: a plan alone, of a start that failed, is none."""
-        if (path / "receipt.json").exists() or any((path / "checkpoints").glob("step-*")):
-            raise UserError(f"{path} holds a run already; go on with it by --resume, or name another --run")
+        if problem := cls.problem(path):
+            raise UserError(problem)
         plan.save(path / "plan.json")
         (path / "log.jsonl").unlink(missing_ok=True)
         return cls(path)

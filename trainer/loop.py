@@ -41,15 +41,16 @@ class Stop:
             signal.signal(number, handler)
 
 
-def open_data(plan: Plan, data: Path, val: Path | None) -> tuple[Tokens, Tokens]:
+def open_data(plan: Plan, data: Path, val: Path | None, keep: bool = True) -> tuple[Tokens, Tokens]:
     """Training and validation tokens, every id checked against the plan's vocabulary. Without `val`, the last hundredth
-    of the data (at least one window, at most what an evaluation reads) is kept for it. UserError if they don't suit."""
+    of the data (at least one window, at most what an evaluation reads) is kept for it. UserError if they don't suit.
+    `keep` is Tokens.check's."""
     length = plan.step.length
     tokens = Tokens.open(data)
-    tokens.check(plan.model.vocab)
+    tokens.check(plan.model.vocab, keep)
     if val is not None:
         held = Tokens.open(val)
-        held.check(plan.model.vocab)
+        held.check(plan.model.vocab, keep)
     else:
         if len(tokens.ids) < 2 * (length + 1):
             raise UserError(f"token file {data} has {len(tokens.ids)} tokens; at length {length} a window to train on and "
@@ -91,10 +92,6 @@ def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resu
     """
     started_s = process_seconds()
     facts = device.facts(where)
-    if facts.fingerprint != plan.device:
-        say(f"note: planned on {plan.device}, running on {facts.fingerprint}: the forecast is not for this device")
-    elif changed := plan.other_software(facts.software):
-        say(f"note: measured with {', '.join(changed)}: the forecast is not for what runs here; measure and plan again")
     step = TrainStep(plan.model, plan.step, plan.optimizer, where, SEED)
     data = {"training": identity(tokens), "validation": identity(held)}
     start, before_s, first_loss = 0, 0.0, None

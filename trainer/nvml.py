@@ -75,6 +75,11 @@ def driver() -> str | None:
     return _text(_ask("nvmlSystemGetDriverVersion"))
 
 
+def power_source(uuid: str) -> int | None:
+    """0: mains, 1: battery, 2: a supply that gives less than the card can draw."""
+    return _ask("nvmlDeviceGetPowerSource", _handle(uuid)) if uuid else None
+
+
 def readings(uuid: str) -> dict:
     """Clock (MHz), temperature, power (W), utilization (%) and the throttle bits, each only where there is one."""
     handle = _handle(uuid) if uuid else None

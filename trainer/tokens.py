@@ -1,7 +1,9 @@
 """Token files: memory-mapped ids with a small JSON beside, and batches that are contiguous slices of them."""
 
+import contextlib
 import functools
 import itertools
+import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +27,30 @@ def dtype_for(vocab: int) -> np.dtype:
 
 def sidecar(path: Path | str) -> Path:
     return Path(f"{path}.json")
+
+
+def scan_file(path: Path | str) -> Path:
+    """Where the highest id of a token file is kept, so that a start need not read all of it again."""
+    return Path(f"{path}.scan.json")
+
+
+def _stamp(path: str) -> dict | None:
+    """What tells whether a file is still the one that was scanned; None where there is no file."""
+    try:
+        now = os.stat(path)
+    except OSError:
+        return None
+    return {"size": now.st_size, "mtime_ns": now.st_mtime_ns}
+
+
+def _scanned(path: str, stamp: dict | None) -> int | None:
+    """The highest id that an earlier scan of this very file found."""
+    try:
+        kept = read_json(scan_file(path), "scan")
+    except UserError:
+        return None
+    highest = kept.pop("max_id", None)
+    return highest if type(highest) is int and highest >= 0 and kept == stamp else None
 
 
 def write_sidecar(path: Path, count: int, vocab: int, tokenizer: str | None) -> None:
@@ -71,17 +97,28 @@ class Tokens:
         ids = np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
         return cls(ids, facts["vocab"], str(path), tokenizer and str(path.parent / tokenizer))
 
-    def check(self, vocab: int) -> None:
+    def check(self, vocab: int, keep: bool = True) -> None:
         """Looks at every id; UserError naming the first that a model of `vocab` has no row for, and where it is.
 
-        On a card such an id would be a device-side assert, which poisons the context.
+        On a card such an id would be a device-side assert, which poisons the context. The highest id of a whole file is
+        kept beside it if `keep`, and believed as long as the file's size and time of change are what they were; it bounds
+        the ids of a piece of the file too, but a piece's own is not the file's and is not kept.
         """
+        stamp = _stamp(self.path)
+        highest = _scanned(self.path, stamp)
+        if highest is not None and highest < vocab:
+            return
+        highest = 0
         for start in range(0, len(self.ids), SCAN):
             piece = self.ids[start:start + SCAN]
-            if piece.max() >= vocab:
+            highest = max(highest, int(piece.max()))
+            if highest >= vocab:
                 at = int(np.argmax(piece >= vocab))
                 raise UserError(f"token file {self.path}: id {int(piece[at])} at position {start + at} is past the "
                                 f"model's vocabulary of {vocab}; plan with --vocab {self.vocab} or more, or tokenize again")
+        if keep and stamp and stamp == _stamp(self.path) and stamp["size"] == self.ids.nbytes > 0:
+            with contextlib.suppress(UserError):  # a folder that can't be written to costs another scan, no more
+                write_json(scan_file(self.path), {**stamp, "max_id": highest})
 
     def checksum(self) -> int:
         """CRC-32 of all ids."""
