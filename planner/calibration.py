@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from planner.hours import STATE_BYTES, Rates
+from planner.hours import Rates
 from probe.soak import Soak
+from trainer.checkpoint import STATE_BYTES
 from trainer.errors import UserError
 from trainer.files import read_json
 from trainer.plan import Plan, times_due

@@ -4,10 +4,9 @@ import math
 from dataclasses import dataclass
 
 from planner.choose import Candidate
+from trainer.checkpoint import STATE_BYTES
 from trainer.plan import Span, eval_batches, times_due
 
-STATE_BYTES = 12
-"""Of a checkpoint, for each parameter: the weight and two moments; gradients are not kept."""
 OVERHEAD_SD = 0.15
 """How far the seconds beside the steps may be off, as the standard deviation of their logarithm: an assumption."""
 PEAK_SD = 0.006

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainer.checkpoint import KEEP
+from trainer.checkpoint import KEEP, STATE_BYTES
 from trainer.device import THROTTLED
 from trainer.errors import Refused, UserError
 from trainer.plan import Plan
@@ -19,8 +19,6 @@ BUSY_PERCENT = 10
 HOT_C = 85
 BUSY_SHARE = 0.5
 """Share of a processor's cores that others keep busy above which a forecast is off; assumed."""
-STATE_BYTES = 12
-"""A parameter's weight and two moments in fp32: what a checkpoint holds, and the least that a step has in memory."""
 INPUT = ("build", "engine", "model", "data", "run folder")
 """Points that are about what was asked for, not about the machine's state: a start ends by them as by any bad input."""
 

@@ -15,6 +15,8 @@ from trainer.units import format_bytes
 
 KEEP = 2
 """Newest ones kept, beside the best: one to go on from, one in case the newest is damaged."""
+STATE_BYTES = 12
+"""Of each parameter: its weight and two moments in fp32; gradients are not kept."""
 STATE, FACTS = "state.safetensors", "state.json"
 CHUNK = 1 << 22
 
