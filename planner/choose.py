@@ -36,11 +36,11 @@ class Candidate:
 
     @property
     def step_s(self) -> float:
-        """Median seconds of an optimizer step; for another accumulation than the measured one, from its parts."""
+        """Median seconds of an optimizer step; for another accumulation than the measured one, so many micro-steps more."""
         r = self.record
         if self.accum == r.cell.accum:
             return r.median_step_s
-        return self.accum * r.micro_s + r.optimizer_s
+        return r.median_step_s + (self.accum - r.cell.accum) * r.micro_s
 
     @property
     def tok_s(self) -> float:
@@ -189,7 +189,7 @@ def _candidates(fitting: list[Record], tokens_wanted: int) -> list[Candidate]:
         accum = max(1, round(tokens_wanted / (r.cell.batch * r.cell.length)))
         if r.cell.accum == 1:
             candidate = Candidate(r, 1)
-        elif accum > 1 and (accum == r.cell.accum or None not in (r.micro_s, r.optimizer_s)):
+        elif accum > 1 and (accum == r.cell.accum or r.micro_s is not None):
             candidate = Candidate(r, accum)
         elif replace(r.cell.step, accum=1) in found:
             continue

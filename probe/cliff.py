@@ -12,10 +12,7 @@ from trainer.device import THROTTLED
 from trainer.errors import UserError
 from trainer.files import read_json, write_json
 from trainer.units import format_bytes
-
-FALL = 1.5
-"""A fall of tok/s beyond this factor against a smaller cell is no noise: the smallest spill measured (a quarter of a GB
-past a cap of 5 GB, on an H200) made the step 4.2x longer, a GTX 1060's first one 3.2x."""
+from trainer.watch import FALL
 
 ATTENTION_WEIGHT = 5
 """How much slower than products attention's operations may run, when a longer length is excused for its lower tok/s: on

@@ -10,17 +10,13 @@ from probe.records import Record
 from trainer.device import THROTTLED
 from trainer.errors import is_out_of_memory
 from trainer.units import format_bytes
+from trainer.watch import BUSY_PERCENT, MOVED_BYTES
 
 MIN_STEPS = 5
 
-MOVED_BYTES = 32 << 20
-"""Growth of a process's memory outside the card that means a spill: what the step pins itself is under 1 MB, and 64 MB have
-been reported to cost 26% of the speed. Only growth: a healthy process may hold 480 to 940 MB there."""
-
 OTHERS_GREW_BYTES = 256 << 20
-OTHERS_BUSY_PERCENT = 10
-"""Others' use of the card beyond which a measurement is not the cell's own: a product loop beside a cell read 50%, a card
-with nobody else on it nothing, and 9 MB. That a desktop stays below both is assumed."""
+"""What others took of the card beyond which a measurement is not the cell's own: with nobody else on it 9 MB were read. That
+a desktop stays below is assumed."""
 
 OTHERS_SHARE = 0.1
 """A failure for want of memory is no verdict on the cell while one other process holds this share of the card."""
@@ -77,7 +73,7 @@ def stuck(cell: Cell, slow_s: float | None, progress: dict) -> str | None:
 def contention(others: dict, total_bytes: int | None, failed: bool) -> str | None:
     """Why what was measured may be another program's doing; `failed` says that the memory did not suffice."""
     named = f" (pid {others['pid']})" if others.get("pid") else ""
-    if (others.get("busy_percent") or 0) >= OTHERS_BUSY_PERCENT:
+    if (others.get("busy_percent") or 0) >= BUSY_PERCENT:
         return f"another process{named} kept the card {others['busy_percent']:.0f}% busy"
     if abs(others.get("grown_bytes") or 0) >= OTHERS_GREW_BYTES:
         moved = others["grown_bytes"]

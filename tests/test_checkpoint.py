@@ -2,7 +2,6 @@
 costs no checkpoint that was there, and other data than it was started on is refused."""
 
 import json
-import os
 import random
 import resource
 import signal
@@ -12,16 +11,15 @@ import time
 
 import pytest
 import torch
-from conftest import MODULES, ROOT
+from runs import STEPS, end_state, make_home, options, run_command, train, train_with
 
 from trainer import checkpoint
-from trainer.config import ModelConfig, OptimizerConfig, StepConfig
 from trainer.errors import UserError
-from trainer.plan import Plan, Predicted, Span
-from trainer.tokens import dtype_for, write_sidecar
 
-SPAN = Span(1.0, 2.0, 3.0)
-STEPS = 120
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return make_home(tmp_path_factory.mktemp("runs"))
 
 
 def state(value=1.0) -> dict:
@@ -125,41 +123,6 @@ def test_a_disk_without_room_costs_nothing_that_was_there(tmp_path, monkeypatch)
     assert folders(tmp_path) == ["step-00000001"] and checkpoint.newest(tmp_path)[0]["step"] == 1
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """A plan of a model that steps in milliseconds, its data, and a run of it that nothing disturbed."""
-    home = tmp_path_factory.mktemp("runs")
-    r = random.Random(5)
-    for name in ("data", "other"):
-        ids = [r.randrange(300) for _ in range(3000)]
-        torch.tensor(ids).numpy().astype(dtype_for(300)).tofile(home / f"{name}.bin")
-        write_sidecar(home / f"{name}.bin", len(ids), 300, None)
-    model = ModelConfig("tiny", 2, 32, 4, 2, 64, vocab=300)
-    Plan(1, "2026-01-01T00:00:00+00:00", "cpu-x", model, StepConfig(2, 16, 2), 3000, 1, STEPS, OptimizerConfig(1e-2), 10, 3,
-         10**9, Predicted(SPAN, SPAN, SPAN), [], [], [], "", {}).save(home / "plan.json")
-    done = train(home, "whole")
-    assert done.returncode == 0, done.stderr
-    return home
-
-
-def command(home, run, *more) -> list[str]:
-    return [sys.executable, "-m", MODULES["train"], "--plan", "plan.json", "--data", "data.bin", "--run", run, "--device",
-            "cpu", *more]
-
-
-def options(home) -> dict:
-    return {"cwd": home, "env": os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, "text": True,
-            "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-
-
-def train(home, run, *more, **other):
-    return subprocess.run(command(home, run, *more), timeout=120, **options(home) | other)
-
-
-def end_state(run) -> bytes:
-    return (sorted((run / "checkpoints").iterdir())[-1] / checkpoint.STATE).read_bytes()
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_a_killed_run_goes_on_bit_for_bit_and_takes_nothing_broken(home, request):
     """SIGKILL at random moments, saves included (a checkpoint every third step); `--kills 200` for more."""
@@ -168,7 +131,7 @@ def test_a_killed_run_goes_on_bit_for_bit_and_takes_nothing_broken(home, request
         run += 1
         name, resume = f"killed-{run}", ()
         while True:
-            process = subprocess.Popen(command(home, name, *resume), **options(home))
+            process = subprocess.Popen(run_command(home, name, *resume), **options(home))
             log, begin = home / name / "log.jsonl", time.monotonic()
             lines = log.read_text().count("\n") if log.exists() else 0
             while process.poll() is None and not (log.exists() and log.read_text().count("\n") > lines):
@@ -226,19 +189,16 @@ def test_a_failed_write_is_told_and_the_run_goes_on(home):
 
 
 BROKEN = """
-import sys, itertools
-from trainer import cli, step
+import itertools
+from trainer import step
 calls, real = itertools.count(1), step.TrainStep._forward_backward
 step.TrainStep._forward_backward = lambda self, tokens: real(self, tokens) * (float("nan") if next(calls) == 51 else 1)
-sys.argv = ["train", *sys.argv[1:]]
-cli.main()
 """
 
 
 def test_a_loss_that_is_no_number_names_the_step_its_windows_and_the_last_good_checkpoint(home):
     """The 51st micro-step is the first of step 26; checkpoints come every third step."""
-    arguments = command(home, "broken")[3:]
-    done = subprocess.run([sys.executable, "-c", BROKEN, *arguments], timeout=120, **options(home))
+    done = train_with(home, BROKEN, "broken")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     for words in ("loss nan", "at step 26", "windows 100 to 103", "epoch 0", "step-00000024", "lower lr"):
         assert words in done.stderr

@@ -11,7 +11,8 @@ from pathlib import Path
 import click
 
 from trainer.errors import Refused, UserError, is_out_of_memory
-from trainer.live import drop, unread
+from trainer.live import GONE, drop, unread
+from trainer.stop import SIGNALS
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -21,7 +22,9 @@ def guarded(command: click.Command, name: str) -> None:
     def interrupt(signum, frame):
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
+    for number in SIGNALS:
+        if signal.getsignal(number) == signal.SIG_DFL:  # what is ignored from the start (nohup) stays so
+            signal.signal(number, interrupt)
     for stream in (sys.stdout, sys.stderr):  # a console of an old code page must not end a run over one character
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -32,15 +35,23 @@ def guarded(command: click.Command, name: str) -> None:
     except click.ClickException as e:
         code = _fail(e.format_message(), 2)
     except (KeyboardInterrupt, click.Abort):
-        # not by sys.exit: had it come in the middle of an exec (a dataclass being made), CPython would end by SIGINT
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with unread(stream):
-                stream.flush()
-        os._exit(130)
+        _leave_interrupted()
+    except OSError as e:  # click ends the line on stderr after an interrupt: with the terminal closed it can't
+        if e.errno not in GONE or not isinstance(e.__context__, KeyboardInterrupt):
+            raise
+        _leave_interrupted()
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _leave_interrupted() -> None:
+    """Not by sys.exit: had it come in the middle of an exec (a dataclass being made), CPython would end by SIGINT."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with unread(stream):
+            stream.flush()
+    os._exit(130)
 
 
 def _fail(message: str, code: int) -> int:
@@ -109,6 +120,7 @@ def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, dev
     out = Output(as_json)
     from trainer import audit as checklist
     from trainer.device import resolve
+    from trainer.ledger import words
     from trainer.log import RunFolder, default_run, describe, receipt_rows
     from trainer.look import look
     from trainer.plan import Plan
@@ -117,7 +129,8 @@ def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, dev
     plan = Plan.load(plan_path)
     claim = Claim()
     where = resolve(device)
-    from trainer.loop import open_data, run
+    from trainer.data import open_data
+    from trainer.loop import run
 
     tokens, held = open_data(plan, data, val, keep=not dry_run)
     folder_path = run_path or default_run(Path("results"), plan)
@@ -150,6 +163,7 @@ def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, dev
                         f"plan with a smaller --limit, or go on with --run {folder_path} --resume when it is free") from None
     out.say(f"validation loss {paper['first_val_loss']:.3f} -> {paper['val_loss']:.3f}; receipt in {folder.path}")
     print_rows(out, ("", "planned", "actual", "difference"), receipt_rows(paper))
+    out.say(f"the time went to {words(paper['ledger'])}")
     out.result(paper | {"run": str(folder.path)})
 
 

@@ -38,3 +38,13 @@ def is_out_of_memory(kind: str, text: str) -> bool:
     """Whether an exception of type `kind` means that an allocation failed. No figure in the text is believed: under WSL2
     they are nonsense."""
     return kind.endswith(_OOM_TYPES) or bool(_OOM_TEXT.search(text))
+
+
+_LOST_TEXT = re.compile(r"(CUDA|HIP|XPU)( driver)? error: |CU[A-Z]+_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR|NOT_INITIALIZED)"
+                        r"|UR_RESULT_ERROR_DEVICE_LOST|GPU is lost")
+
+
+def is_card_lost(kind: str, text: str) -> bool:
+    """Whether an exception of type `kind`, not out of memory, means that the card stopped working for this process: a driver
+    that was reset, a card that fell off the bus."""
+    return not is_out_of_memory(kind, text) and (kind == "AcceleratorError" or bool(_LOST_TEXT.search(text)))

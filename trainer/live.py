@@ -1,6 +1,7 @@
 """The line that changes while a command works: in place on a terminal, now and then in a pipe."""
 
 import contextlib
+import errno
 import os
 import time
 
@@ -13,12 +14,18 @@ def drop(stream) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+GONE = (errno.EPIPE, errno.EIO, errno.EINVAL)
+"""What writing fails with when the other end is gone: a pipe, a terminal that was closed, a pipe under Windows."""
+
+
 @contextlib.contextmanager
 def unread(stream):
     """What is written inside is dropped from when nobody reads it any more (`plan | head`): no reason to end a run."""
     try:
         yield
-    except BrokenPipeError:
+    except OSError as e:
+        if e.errno not in GONE:
+            raise
         drop(stream)
 
 
@@ -40,7 +47,8 @@ class Live:
 
     def __exit__(self, *failure) -> None:
         if self._live:
-            self._live.stop()
+            with unread(self._console.file):
+                self._live.stop()
 
     def update(self, line: str) -> None:
         from rich.text import Text
@@ -50,7 +58,8 @@ class Live:
             return
         self._at = now
         if self._live:
-            self._live.update(Text(line, no_wrap=True, overflow="crop"), refresh=True)
+            with unread(self._console.file):
+                self._live.update(Text(line, no_wrap=True, overflow="crop"), refresh=True)
         else:
             self.say(line)
 

@@ -54,18 +54,28 @@ class Meter:
         self._tokens = tokens_per_step
         self._seen = 0
         self.step_s: list[float] = []
-        self._recent: deque[float] = deque(maxlen=20)
+        self._recent: deque[StepTimes] = deque(maxlen=20)
 
     def add(self, times: StepTimes) -> None:
         self._seen += 1
-        self._recent.append(times.step_s)
+        self._recent.append(times)
         if self._seen > self.WARMUP:
             self.step_s.append(times.step_s)
 
     @property
     def recent_s(self) -> float | None:
         """Median seconds of the latest steps."""
-        return median(self._recent) if self._recent else None
+        return median(t.step_s for t in self._recent) if self._recent else None
+
+    @property
+    def recent_tok_s(self) -> float | None:
+        """Tokens per second at the median of the latest steps; None before the warm-up is over."""
+        return self._tokens / self.recent_s if self.step_s else None
+
+    @property
+    def recent_data_share(self) -> float:
+        """Of the latest steps' time, what was spent waiting for tokens."""
+        return sum(t.data_s for t in self._recent) / (sum(t.step_s for t in self._recent) or 1)
 
     @property
     def tok_s(self) -> float | None:

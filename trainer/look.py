@@ -7,6 +7,7 @@ from pathlib import Path
 from trainer import nvml
 from trainer.audit import Situation
 from trainer.checkpoint import KEEP
+from trainer.data import open_data
 from trainer.device import facts, lock_fp32, on_battery, refuse_engine, resolve
 from trainer.errors import NoKernels, UserError
 from trainer.log import RunFolder
@@ -29,8 +30,6 @@ def look(plan: Plan, where, run: Path, resume: bool = False, allow_battery: bool
 def examine(plan: Plan, data: Path | None, val: Path | None, run: Path, name: str | None, allow_battery: bool) -> Situation:
     """What a start of `plan` on the device called `name` would meet: data that don't suit and a build that lacks the
     card's kernels are part of it. UserError for a device that isn't there."""
-    from trainer.loop import open_data
-
     known, where = {}, None
     try:
         where = resolve(name)

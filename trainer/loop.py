@@ -2,77 +2,247 @@
 
 import contextlib
 import math
+import os
 import shutil
-import signal
 import time
 from pathlib import Path
 
 import torch
 
 from trainer import checkpoint, device
-from trainer.errors import UserError
+from trainer.data import changes, identity
+from trainer.errors import UserError, is_card_lost, is_out_of_memory
 from trainer.files import write_json
+from trainer.ledger import Ledger
 from trainer.log import Meter, RunFolder, RunLog, live_line, process_seconds, receipt
-from trainer.pace import Pace
-from trainer.plan import Plan, eval_batches, held_back, is_due
+from trainer.pace import Pace, StepTimes
+from trainer.plan import Plan, eval_batches, is_due
 from trainer.schedule import lr
 from trainer.step import TrainStep
+from trainer.stop import Stop
 from trainer.tokens import Tokens, feed
 from trainer.usage import Claim
+from trainer.watch import Sight, is_away, trouble
 
 SEED = 0
+LOOK_S = 20.0
+"""Seconds between two looks at the card: one takes some ms."""
 
 
-class Stop:
-    """Ctrl-C and SIGTERM while a run goes: noted, so that no step is cut in two; a second one ends it at once."""
+class Run:
+    """A plan that is being run. `say` takes lines that stay, `live` the line that changes."""
 
-    def __enter__(self) -> "Stop":
-        self.asked = False
-        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
+    def __init__(self, plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, claim: Claim, say, live) -> None:
+        self.started_s = process_seconds()
+        self.plan, self.tokens, self.folder, self.where, self.claim = plan, tokens, folder, where, claim
+        self.say, self.live = say, live
+        self.facts = device.facts(where)
+        claim.begin(where, self.facts.uuid)
+        self.step = TrainStep(plan.model, plan.step, plan.optimizer, where, SEED)
+        self.data = {"training": identity(tokens), "validation": identity(held)}
+        windows = held.fixed(plan.step.batch, plan.step.length, eval_batches(plan.corpus_tokens, plan.step))
+        self.windows = [torch.from_numpy(b) for b in windows]
+        self.start, self.before_s, self.first_loss = 0, 0.0, None
+        self.loss = self.val_loss = math.nan
+        self.ledger, self.wrote_before_s = Ledger({}), 0.0
+        self.meter, self.pace = Meter(plan.step.tokens), Pace(self.step)
+        self.saver = checkpoint.Saver(folder.path, say)
+        self.peaks = {"device_peak_bytes": None}
+        self.out_of_memory, self.troubles, self.now_wrong = [], [], None
+        self.looked_s, self.log_s = time.monotonic(), 0.0
 
-    def _note(self, signum, frame) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
+    def resume(self) -> None:
+        """Takes the newest whole checkpoint; UserError if it is of another run or other data."""
+        path = self.folder.path
+        state, newest = checkpoint.newest(path, self.say)
+        if changed := changes(state.get("data"), self.data):
+            raise UserError(f"run {path} was started on other data ({changed}); resume with what it was started on")
+        try:
+            self.step.load_state(checkpoint.Tensors(newest))
+            self.start, self.before_s, self.first_loss = int(state["step"]), float(state["seconds"]), state["first_val_loss"]
+            self.ledger = Ledger(state.get("ledger", {}))
+            self.wrote_before_s = float(state.get("checkpoint_write_s", 0.0))
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as e:
+            raise UserError(f"run {path}: its checkpoint is not of this run ({e!r:.80})") from None
+        self.say(f"resuming after step {self.start}")
 
-    def __exit__(self, *failure) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    def go(self) -> dict:
+        """Trains to the plan's end and returns the receipt. Asked to stop, it saves after the step that runs, says how to go
+        on, and raises KeyboardInterrupt."""
+        ready_s = process_seconds()
+        self.ledger.add("start_up_s", ready_s)
+        write_json(self.folder.path / "process.json", {
+            "pid": os.getpid(), "started_at": round(time.time() - ready_s, 3), "ran_on": self.facts.fingerprint})
+        self.log = RunLog(self.folder.path, self.say)
+        done, plan = self.start, self.plan
+        with contextlib.closing(self.log), Stop() as stop:
+            try:
+                if done == 0:
+                    self.evaluate(0)
+                source = feed(self.tokens, plan.step, SEED, self.where, done)
+                self.pace.go_on()
+                while done < plan.steps:
+                    begin = time.perf_counter()
+                    finished = self.advance(next(source), done, begin)
+                    done += 1
+                    if finished:
+                        self.note(done - 1, finished)
+                    due_eval = is_due(done, plan.steps, plan.eval)
+                    due_save = is_due(done, plan.steps, plan.checkpoint) or stop.asked
+                    if due_eval or due_save:
+                        self.note(done, self.pace.drain(), is_pause=True)
+                        if due_eval:
+                            self.evaluate(done)
+                        if due_save:
+                            self.save(done)
+                        self.pace.go_on()
+                    if stop.asked and done < plan.steps:
+                        self.saver.wait()
+                        self.say(f"stopped after step {done}; go on with: train --plan {self.folder.path / 'plan.json'} "
+                                 f"--data {self.tokens.path} --run {self.folder.path} --resume")
+                        raise KeyboardInterrupt
+            except RuntimeError as e:
+                if not is_card_lost(type(e).__name__, str(e)):
+                    raise
+                self.stop_here(f"the card failed in step {done + 1} ({str(e).splitlines()[0]:.120})",
+                               "when it answers again (a driver that was reset, a lost card: restart)")
+            self.settle()
+        self.peaks.update(self.claim.peaks(self.where, self.facts.uuid))
+        paper = self.paper()
+        write_json(self.folder.path / "receipt.json", paper)
+        return paper
 
+    def advance(self, tokens, done: int, begin: float) -> StepTimes | None:
+        """Starts optimizer step `done` (from 0) on `tokens`, asked for at `begin`, and returns the times of the one before;
+        out of memory it is done again in smaller pieces."""
+        feed_s, log_s = time.perf_counter() - begin, self.log_s
+        self.log_s = 0.0
+        rate = lr(done, self.plan.steps, self.plan.optimizer)
+        while True:
+            shape = self.step.step
+            try:
+                return self.pace.run(tokens.view(shape.accum, shape.batch, -1), rate, feed_s, log_s)
+            except (RuntimeError, MemoryError) as e:
+                if not self.lightens(e):
+                    raise
+            # out here, where the exception no longer holds what the step had made
+            if finished := self.pace.drain():  # with the accumulation that it had
+                self.note(done, finished, is_pause=True)
+            self.lighten(done + 1)
 
-def open_data(plan: Plan, data: Path, val: Path | None, keep: bool = True) -> tuple[Tokens, Tokens]:
-    """Training and validation tokens, every id checked against the plan's vocabulary. Without `val`, the last hundredth
-    of the data (at least one window, at most what an evaluation reads) is kept for it. UserError if they don't suit.
-    `keep` is Tokens.check's."""
-    length = plan.step.length
-    tokens = Tokens.open(data)
-    tokens.check(plan.model.vocab, keep)
-    if val is not None:
-        held = Tokens.open(val)
-        held.check(plan.model.vocab, keep)
-    else:
-        if len(tokens.ids) < 2 * (length + 1):
-            raise UserError(f"token file {data} has {len(tokens.ids)} tokens; at length {length} a window to train on and "
-                            f"one to validate on take {2 * (length + 1)}: give more text or a shorter length, or --val")
-        tokens, held = tokens.split(held_back(len(tokens.ids), plan.step))
-    tokens.windows(length)
-    held.windows(length)
-    return tokens, held
+    def lightens(self, e: Exception) -> bool:
+        """Whether smaller pieces may help against an exception."""
+        return is_out_of_memory(type(e).__name__, str(e)) and self.step.lighter() is not None
 
+    def lighten(self, number: int) -> None:
+        """Goes on in smaller micro-steps, after a failure in step `number`."""
+        self.step.lighten()
+        now = self.step.step
+        self.out_of_memory.append({"step": number, "batch": now.batch, "accum": now.accum})
+        self.log.write("out_of_memory", number, batch=now.batch, accum=now.accum)
+        self.say(f"step {number}: out of memory, has another program taken some? Going on with batch {now.batch} and accum "
+                 f"{now.accum}: the same tokens a step, slower")
 
-def identity(tokens: Tokens) -> dict:
-    """What tells one run of tokens from another: how many, of which vocabulary, and a checksum over all of them."""
-    return {"tokens": len(tokens.ids), "vocab": tokens.vocab, "crc32": tokens.checksum()}
+    def note(self, number: int, times: StepTimes, is_pause: bool = False) -> None:
+        """Enters a finished step; in a pause the device waits for it, else another step runs meanwhile."""
+        begin = time.perf_counter()
+        self.loss, plan = times.loss, self.plan
+        is_gone = is_away(times.step_s, self.meter.step_s[-50:])
+        self.ledger.step(times, self.step.step.accum, is_gone)
+        if is_gone:
+            self.say(f"step {number} took {times.step_s:,.0f} s: the machine slept or the process was stopped; not counted")
+        else:
+            self.meter.add(times)
+        self.log.write("step", number, loss=times.loss, norm=times.norm, step_s=times.step_s, micro_s=times.micro_s,
+                       optimizer_s=times.optimizer_s, data_s=times.data_s, log_s=times.log_s,
+                       lr=lr(number - 1, plan.steps, plan.optimizer))
+        if not (math.isfinite(times.loss) and math.isfinite(times.norm or 0)):
+            self.stop_here(f"loss {times.loss} with gradient norm {times.norm} at step {number} "
+                           f"({self.tokens.where(number - 1, plan.step)})", "with a lower lr in the plan")
+        if time.monotonic() - self.looked_s > LOOK_S and self.meter.recent_tok_s:
+            self.look(number)
+        self.live(live_line(plan, number, times.loss, self.meter, self.peaks["device_peak_bytes"]))
+        seconds = time.perf_counter() - begin
+        if is_pause:
+            self.ledger.add("log_s", seconds)
+        else:
+            self.log_s += seconds
 
+    def look(self, number: int) -> None:
+        """Tells what costs speed, when it begins and when it ends."""
+        self.looked_s = time.monotonic()
+        found = trouble(Sight(
+            self.facts.kind, self.meter.recent_tok_s, self.plan.predicted.tok_s.low, self.meter.recent_data_share,
+            on_battery=device.on_battery(), **self.claim.sight(self.where, self.facts.uuid)), device.THROTTLED)
+        if (found and found.what) == (self.now_wrong and self.now_wrong.what):
+            return
+        line = found.line if found else f"{self.now_wrong.what} is over: {self.meter.recent_tok_s:,.0f} tok/s"
+        self.say(f"step {number}: {line}")
+        self.log.write("trouble", number, what=found and found.what, line=line)
+        if found:
+            self.troubles.append({"step": number, "what": found.what, "line": line})
+        self.now_wrong = found
 
-def changes(before: dict | None, now: dict) -> str:
-    """What of the data is not as it was, in words; "" if nothing is."""
-    found = []
-    for which, values in (before or {}).items():
-        differ = [f"{name} {value} -> {now[which][name]}" for name, value in values.items() if now[which][name] != value]
-        found += [f"{which} {', '.join(differ)}"] * bool(differ)
-    return "; ".join(found)
+    def stop_here(self, what: str, how: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self.saver.wait()
+        raise UserError(f"{what}: the run stops here; go on from {last_good(self.folder.path)} {how}")
+
+    def evaluate(self, number: int) -> None:
+        begin = time.perf_counter()
+        losses = self.losses(number)
+        self.val_loss = sum(losses) / sum(len(b) for b in self.windows)
+        if not math.isfinite(self.val_loss):
+            self.stop_here(f"validation loss {self.val_loss} after step {number}", "with a lower lr in the plan")
+        self.first_loss = self.val_loss if self.first_loss is None else self.first_loss
+        self.peaks.update(self.claim.peaks(self.where, self.facts.uuid))
+        seconds = time.perf_counter() - begin
+        self.ledger.add("eval_s", seconds)
+        self.log.write("eval", number, val_loss=self.val_loss, seconds=seconds)
+        self.say(f"step {number}/{self.plan.steps}  validation loss {self.val_loss:.4f}")
+
+    def losses(self, number: int) -> list[float]:
+        """Of each evaluation batch, times its windows; in smaller ones if memory has run out."""
+        while True:
+            try:
+                return [float(self.step.evaluate(piece)) * len(piece)
+                        for b in self.windows for piece in b.split(self.step.step.batch)]
+            except (RuntimeError, MemoryError) as e:
+                if not self.lightens(e):
+                    raise
+            self.lighten(number)
+
+    def save(self, number: int) -> None:
+        before_s = self.saver.held_s
+        self.saver.save(number, self.step.named_state(), {
+            "seconds": self.before_s + process_seconds(), "first_val_loss": self.first_loss, "val_loss": self.val_loss,
+            "data": self.data, "ledger": self.ledger.spent, "checkpoint_write_s": self.wrote_before_s + self.saver.write_s})
+        self.held(number, before_s)
+
+    def settle(self) -> None:
+        """Waits for the last checkpoint; UserError if it failed."""
+        before_s = self.saver.held_s
+        self.saver.wait()
+        self.ledger.add("checkpoint_s", self.saver.held_s - before_s)
+        if self.saver.last_failed:
+            raise UserError(f"the run is through, but for its last checkpoint: {self.saver.last_failed}; make room, and go "
+                            f"on with --run {self.folder.path} --resume")
+
+    def held(self, number: int, before_s: float) -> None:
+        seconds = self.saver.held_s - before_s
+        self.ledger.add("checkpoint_s", seconds)
+        self.log.write("checkpoint", number, seconds=seconds)
+
+    def paper(self) -> dict:
+        """The receipt."""
+        away_s, spent = self.ledger.spent["away_s"], self.ledger.spent
+        seconds = self.before_s + process_seconds()
+        return receipt(self.plan, self.meter, self.peaks, seconds - away_s, {
+            "start_up_s": self.started_s, "resumed_from": self.start, "eval_s": spent["eval_s"],
+            "checkpoint_s": spent["checkpoint_s"], "checkpoint_write_s": self.wrote_before_s + self.saver.write_s,
+            "ledger": self.ledger.paper(seconds), "first_val_loss": self.first_loss, "val_loss": self.val_loss,
+            "loss": self.loss, "checkpoint_failures": self.saver.failures, "out_of_memory": self.out_of_memory,
+            "troubles": self.troubles, "software": self.facts.software, "ran_on": self.facts.fingerprint})
 
 
 def last_good(run: Path) -> str:
@@ -85,113 +255,11 @@ def last_good(run: Path) -> str:
 
 def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resume: bool, claim: Claim,
         say, live) -> dict:
-    """Trains as planned from the start or the newest checkpoint, and returns the receipt.
-
-    `say` takes lines that stay, `live` the line that changes. Asked to stop, it saves after the step that runs, says how
-    to go on, and raises KeyboardInterrupt.
-    """
-    started_s = process_seconds()
-    facts = device.facts(where)
-    step = TrainStep(plan.model, plan.step, plan.optimizer, where, SEED)
-    data = {"training": identity(tokens), "validation": identity(held)}
-    start, before_s, first_loss = 0, 0.0, None
-    spent = {"eval_s": 0.0, "checkpoint_s": 0.0, "checkpoint_write_s": 0.0}
+    """Trains as planned from the start or the newest checkpoint, and returns the receipt; see Run."""
+    this = Run(plan, tokens, held, folder, where, claim, say, live)
     if resume:
-        state, newest = checkpoint.newest(folder.path, say)
-        if changed := changes(state.get("data"), data):
-            raise UserError(f"run {folder.path} was started on other data ({changed}); resume with what it was started on")
-        try:
-            step.load_state(checkpoint.Tensors(newest))
-            start, before_s, first_loss = int(state["step"]), float(state["seconds"]), state["first_val_loss"]
-            spent = {name: float(state.get(name, 0.0)) for name in spent}
-        except (KeyError, RuntimeError, TypeError, ValueError) as e:
-            raise UserError(f"run {folder.path}: its checkpoint is not of this run ({e!r:.80})") from None
-        say(f"resuming after step {start}")
+        this.resume()
     elif tokens.tokenizer and Path(tokens.tokenizer).is_file():
         with contextlib.suppress(OSError):  # only sampling needs it, and says so
             shutil.copyfile(tokens.tokenizer, folder.path / "tokenizer.json")
-
-    saver, saved_before = checkpoint.Saver(folder.path, say), dict(spent)
-    log, meter, pace = RunLog(folder.path, say), Meter(plan.step.tokens), Pace(step)
-    windows = held.fixed(plan.step.batch, plan.step.length, eval_batches(plan.corpus_tokens, plan.step))
-    batches = [torch.from_numpy(b) for b in windows]
-    peaks = {"device_peak_bytes": None}
-    loss = val_loss = math.nan
-
-    def note(number: int, times) -> None:
-        nonlocal loss
-        loss = times.loss
-        meter.add(times)
-        log.write("step", number, loss=times.loss, norm=times.norm, step_s=times.step_s, micro_s=times.micro_s,
-                  optimizer_s=times.optimizer_s, lr=lr(number - 1, plan.steps, plan.optimizer))
-        if not (math.isfinite(times.loss) and math.isfinite(times.norm or 0)):
-            stop_here(f"loss {times.loss} with gradient norm {times.norm} at step {number} "
-                      f"({tokens.where(number - 1, plan.step)})")
-        live(live_line(plan, number, times.loss, meter, peaks["device_peak_bytes"]))
-
-    def stop_here(what: str) -> None:
-        saver.wait()
-        raise UserError(f"{what}: the run stops here; go on from {last_good(folder.path)} with a lower lr in the plan")
-
-    def evaluate(number: int) -> None:
-        nonlocal val_loss, first_loss
-        begin = time.perf_counter()
-        losses = [float(step.evaluate(b)) * len(b) for b in batches]
-        val_loss = sum(losses) / sum(len(b) for b in batches)
-        if not math.isfinite(val_loss):
-            stop_here(f"validation loss {val_loss} after step {number}")
-        spent["eval_s"] += time.perf_counter() - begin
-        first_loss = val_loss if first_loss is None else first_loss
-        peaks.update(claim.peaks(where, facts.uuid))
-        log.write("eval", number, val_loss=val_loss, seconds=time.perf_counter() - begin)
-        say(f"step {number}/{plan.steps}  validation loss {val_loss:.4f}")
-
-    def save(number: int) -> None:
-        begin = time.perf_counter()
-        saver.save(number, step.named_state(), {
-            "seconds": before_s + process_seconds(), "first_val_loss": first_loss, "val_loss": val_loss, "data": data,
-            **spent})
-        saved()
-        log.write("checkpoint", number, seconds=time.perf_counter() - begin)
-
-    def saved() -> None:
-        spent["checkpoint_s"] = saved_before["checkpoint_s"] + saver.held_s
-        spent["checkpoint_write_s"] = saved_before["checkpoint_write_s"] + saver.write_s
-
-    done = start
-    with contextlib.closing(log), Stop() as stop:
-        if start == 0:
-            evaluate(0)
-        for tokens_of_step in feed(tokens, plan.step, SEED, where, start):
-            if done >= plan.steps:
-                break
-            finished = pace.run(tokens_of_step, lr(done, plan.steps, plan.optimizer))
-            done += 1
-            if finished:
-                note(done - 1, finished)
-            due_eval = is_due(done, plan.steps, plan.eval)
-            due_save = is_due(done, plan.steps, plan.checkpoint) or stop.asked
-            if due_eval or due_save:
-                note(done, pace.drain())
-                if due_eval:
-                    evaluate(done)
-                if due_save:
-                    save(done)
-            if stop.asked and done < plan.steps:
-                saver.wait()
-                say(f"stopped after step {done}; go on with: train --plan {folder.path / 'plan.json'} "
-                    f"--data {tokens.path} --run {folder.path} --resume")
-                raise KeyboardInterrupt
-        saver.wait()
-        saved()
-        if saver.last_failed:
-            raise UserError(f"the run is through, but for its last checkpoint: {saver.last_failed}; make room, and go on "
-                            f"with --run {folder.path} --resume")
-
-    peaks.update(claim.peaks(where, facts.uuid))
-    paper = receipt(plan, meter, peaks, before_s + process_seconds(), {
-        "start_up_s": started_s, "resumed_from": start, **spent, "first_val_loss": first_loss, "val_loss": val_loss,
-        "loss": loss,
-        "checkpoint_failures": saver.failures, "software": facts.software, "ran_on": facts.fingerprint})
-    write_json(folder.path / "receipt.json", paper)
-    return paper
+    return this.go()

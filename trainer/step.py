@@ -1,5 +1,7 @@
 """The step that is measured and that trains: micro-steps, clip, optimizer."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,7 @@ class TrainStep:
         self.model = Decoder(model, step.length, device, seed)
         self._body = torch.compile(self.model, dynamic=False) if step.engine == "compile" else self.model
         self._graphs: list[tuple[torch.cuda.CUDAGraph, Tensor]] = []
+        self._tokens = None
 
         def adamw(parameters, decay):
             return torch.optim.AdamW(parameters, lr=optimizer.lr, betas=optimizer.betas, eps=1e-8, fused=True,
@@ -104,6 +107,28 @@ class TrainStep:
     def _update(self, parameter: Tensor) -> None:
         self._optimizers[parameter].step()
         parameter.grad = None
+
+    def lighter(self) -> int | None:
+        """The largest batch of at most half of today's that can make the same steps; None if there is none, or if some of
+        the weights may have been updated already."""
+        batch = self.step.batch
+        if self.step.update == "backward":
+            return None
+        return next((b for b in range(batch // 2, 0, -1) if batch % b == 0), None)
+
+    def lighten(self) -> None:
+        """Makes the steps of that batch from now on, with as many more micro-steps, and lets go of what a step that ran out
+        of memory left."""
+        batch = self.lighter()
+        self.step = replace(self.step, batch=batch, accum=self.step.accum * self.step.batch // batch)
+        self._graphs.clear()
+        self._tokens = None
+        self._drop_gradients()
+        for parameter, optimizer in self._optimizers.items():  # moments of which only one was made
+            if len(optimizer.state.get(parameter, ())) < 3:
+                optimizer.state.pop(parameter, None)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _drop_gradients(self) -> None:
         for parameter in self.model.parameters():

@@ -115,6 +115,18 @@ class Claim:
         busiest = max(busy, key=busy.get, default=None)
         return asdict(Others(grown, held.get(largest), busy.get(busiest), largest if busiest is None else busiest))
 
+    def sight(self, device, uuid: str) -> dict:
+        """The fields of a watch.Sight that a card tells, and counts others' use from now on; {} for a processor."""
+        import torch
+
+        if device.type != "cuda":
+            return {}
+        now, others = nvml.readings(uuid), self.others(uuid)
+        self.watch()
+        return {"spilled_bytes": self.non_local_growth(), "throttle": now.get("throttle"),
+                "temperature_c": now.get("temperature_c"), "other_pid": others["pid"],
+                "other_percent": others["busy_percent"], "reserved_bytes": torch.cuda.memory_reserved(device)}
+
     @staticmethod
     def _others_by_counters(memory, utilization) -> tuple[int | None, float | None]:
         """(bytes of all others on our adapter, percent of the busiest)."""

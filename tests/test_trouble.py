@@ -1,0 +1,294 @@
+"""What goes wrong in mid-run: told with its cause and what to do, and it costs as little of the run as can be."""
+
+import dataclasses
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from conftest import tiny
+from runs import STEPS, end_state, log, make_home, options, receipt, run_command, train, train_with
+from safetensors.torch import load_file
+
+from trainer import checkpoint, ledger, watch
+from trainer.config import OptimizerConfig, StepConfig
+from trainer.device import THROTTLED
+from trainer.errors import is_card_lost
+from trainer.step import TrainStep
+from trainer.watch import Sight
+
+SEEN = Sight("cuda", 700.0, 2000.0, 0.0, spilled_bytes=0, throttle=0, temperature_c=80, other_percent=0)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return make_home(tmp_path_factory.mktemp("trouble"), StepConfig(4, 16))
+
+
+@pytest.mark.parametrize(("what", "words", "changes"), [
+    ("spill", "1.2 GB", {"spilled_bytes": 1_200_000_000, "tok_s": 2000.0}),
+    ("spill", "no throttle", {}),
+    ("spill", "5.7 GB", {"reserved_bytes": 5_700_000_000, "spilled_bytes": None}),
+    ("battery", "plug it in", {"on_battery": True}),
+    ("data", "40% of it waits for tokens", {"data_share": 0.4}),
+    ("throttle", "80 degrees", {"throttle": 0x40}),
+    ("contended", "pid 77", {"other_percent": 50.0, "other_pid": 77}),
+    ("slow", "busy with", {"kind": "cpu", "spilled_bytes": None}),
+    (None, "", {"tok_s": 1400.0}),
+    (None, "", {"throttle": 0x40, "tok_s": 1900.0}),
+    (None, "", {"spilled_bytes": 20 << 20, "tok_s": 1900.0}),
+])
+def test_the_cause_is_named_with_its_evidence(what, words, changes):
+    found = watch.trouble(dataclasses.replace(SEEN, **changes), THROTTLED)
+    assert (found and found.what) == what and (found is None or words in found.line)
+
+
+@pytest.mark.parametrize(("step_s", "usual", "is_away"), [
+    (7200.0, [0.9] * 20, True), (7200.0, [], False), (59.0, [0.9] * 20, False), (70.0, [30.0] * 20, False),
+    (70.0, [0.9] * 20, True), (19 * 75 * 0.9, [75 * 0.9] * 20, False),
+])
+def test_a_step_of_hours_among_short_ones_is_a_suspended_machine(step_s, usual, is_away):
+    assert watch.is_away(step_s, usual) is is_away
+
+
+@pytest.mark.parametrize(("kind", "text", "lost"), [
+    ("RuntimeError", "CUDA error: unspecified launch failure", True), ("AcceleratorError", "anything", True),
+    ("RuntimeError", "CUDA error: the launch timed out and was terminated", True),
+    ("RuntimeError", "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`", True),
+    ("RuntimeError", "CUDA error: out of memory", False), ("OutOfMemoryError", "CUDA out of memory.", False),
+    ("RuntimeError", "The size of tensor a (3) must match", False),
+])
+def test_which_failures_are_the_card_s(kind, text, lost):
+    assert is_card_lost(kind, text) is lost
+
+
+def fails(at: int, error: str, where="_forward_backward", while_="True") -> str:
+    """Code that makes a method of TrainStep raise at its call `at` (from 1), while a condition on `self` and `tokens`
+    holds."""
+    return f"""
+import itertools, torch
+from trainer import step
+calls, real = itertools.count(1), step.TrainStep.{where}
+def failing(self, tokens, *more, **others):
+    out = real(self, tokens, *more, **others)
+    if next(calls) >= {at} and {while_}:
+        raise {error}
+    return out
+step.TrainStep.{where} = failing
+"""
+
+
+OOM = "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')"
+
+
+def weights(run) -> dict:
+    return load_file(sorted((run / "checkpoints").iterdir())[-1] / checkpoint.STATE)
+
+
+def test_out_of_memory_in_mid_run_goes_on_in_smaller_pieces_with_the_same_tokens(home):
+    """From the 51st step on no micro-step of more than two sequences fits: the end is that of an undisturbed run, but for
+    rounding, and the steps before are its own bit for bit."""
+    done = train_with(home, fails(51, OOM, while_="len(tokens) > 2"), "oom")
+    assert done.returncode == 0, done.stderr
+    assert "step 51: out of memory" in done.stdout and "batch 2 and accum 2" in done.stdout
+    assert receipt(home / "oom")["out_of_memory"] == [{"step": 51, "batch": 2, "accum": 2}]
+    ours, whole = ([line for line in log(home / run) if line["kind"] == "step"] for run in ("oom", "whole"))
+    assert [line["step"] for line in ours] == list(range(1, STEPS + 1))
+    assert [line["loss"] for line in ours[:50]] == [line["loss"] for line in whole[:50]]
+    assert ours[50]["loss"] == pytest.approx(whole[50]["loss"], rel=1e-6)
+    theirs = weights(home / "whole")
+    assert all(torch.allclose(value, theirs[name], atol=2e-3) for name, value in weights(home / "oom").items())
+
+
+def test_it_goes_on_halving_and_stops_where_one_sequence_is_too_much(home):
+    done = train_with(home, fails(6, OOM), "hopeless")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "smaller --limit" in done.stderr
+    assert "batch 2 and accum 2" in done.stdout and "batch 1 and accum 4" in done.stdout
+    assert checkpoint.newest(home / "hopeless")[0]["step"] == 3
+
+
+def test_out_of_memory_in_an_evaluation_goes_on_too(home):
+    """The first evaluation is the first call; its batches are of four windows."""
+    done = train_with(home, fails(1, OOM, "evaluate", "len(tokens) > 1"), "oom-eval")
+    assert done.returncode == 0, done.stderr
+    assert receipt(home / "oom-eval")["val_loss"] == pytest.approx(receipt(home / "whole")["val_loss"], rel=1e-3)
+
+
+def test_memory_that_fails_in_the_optimizer_s_first_step_leaves_nothing_half_made():
+    """Of a parameter's moments one was made when the memory ran out: both are made again, and the steps are the same."""
+    shape, cpu = StepConfig(4, 16), torch.device("cpu")
+    tokens = torch.randint(300, (1, 4, 17), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    plain, hurt = (TrainStep(tiny(), shape, OptimizerConfig(1e-2), cpu) for _ in range(2))
+    parameter = next(hurt.model.parameters())
+    hurt._optimizers[parameter].state[parameter] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter)}
+    hurt.lighten()
+    for _ in range(3):
+        losses = [float(step(tokens.view(step.step.accum, step.step.batch, 17), 1e-2)[0]) for step in (plain, hurt)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(("batch", "smaller"), [(8, 4), (6, 3), (5, 1), (9, 3), (1, None)])
+def test_the_smaller_batch_divides_the_one_before(batch, smaller):
+    assert TrainStep(tiny(), StepConfig(batch, 16), OptimizerConfig(1e-2), torch.device("cpu")).lighter() == smaller
+
+
+def test_what_is_updated_in_the_backward_pass_can_not_be_done_again(home):
+    step = TrainStep(tiny(), StepConfig(4, 16, update="backward"), OptimizerConfig(1e-2, clip=None), torch.device("cpu"))
+    assert step.lighter() is None
+
+
+def test_a_lost_card_names_the_last_good_checkpoint(home):
+    done = train_with(home, fails(20, "RuntimeError('CUDA error: unspecified launch failure')"), "lost")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    for words in ("step 20", "unspecified launch failure", "step-00000018"):
+        assert words in done.stderr
+    assert train(home, "lost", "--resume").returncode == 0
+    assert end_state(home / "lost") == end_state(home / "whole")
+
+
+def test_every_slow_part_is_named_by_the_ledger_and_the_parts_make_the_whole(home):
+    """40 ms more in each step, evaluation, checkpoint or line of the log: the ledger grows by that where it was."""
+    slow = {"data_s": ("tokens.Tokens.batch", STEPS), "eval_s": ("step.TrainStep.evaluate", STEPS // 10),
+            "checkpoint_s": ("checkpoint.save", STEPS // 3), "log_s": ("log.RunLog.write", STEPS)}
+    base = receipt(home / "whole")
+    for name, (where, least) in slow.items():
+        module = where.partition(".")[0]
+        code = f"""
+import time
+from trainer import {module}
+real = {where}
+def slow(*a, **k):
+    time.sleep(0.04)
+    return real(*a, **k)
+{where} = slow
+"""
+        done = train_with(home, code, f"slow-{name}")
+        assert done.returncode == 0, done.stderr
+        paper = receipt(home / f"slow-{name}")
+        spent = paper["ledger"]
+        assert sum(spent.values()) == pytest.approx(paper["actual"]["hours"] * 3600, rel=1e-6)
+        assert spent[name] >= least * 0.04 and spent[name] > base["ledger"][name] + least * 0.02
+        assert spent["other_s"] < 0.3 * sum(spent.values())
+        assert ledger.NAMES[name] in done.stdout.splitlines()[-1]
+        steps = [line for line in log(home / f"slow-{name}") if line["kind"] == "step"]
+        for line in steps:
+            parts = line["data_s"] + line["log_s"] + line["micro_s"] + line["optimizer_s"]
+            assert line["step_s"] == pytest.approx(parts, rel=1e-6)
+
+
+def test_a_resumed_run_s_ledger_is_of_all_its_processes(home):
+    process = stopped_after(home, "twice", 40, signal.SIGTERM)
+    assert process.returncode == 130
+    assert train(home, "twice", "--resume").returncode == 0
+    spent, whole = receipt(home / "twice")["ledger"], receipt(home / "whole")["ledger"]
+    steps = [line for line in log(home / "twice") if line["kind"] == "step"]
+    for name, key in (("compute_s", "micro_s"), ("optimizer_s", "optimizer_s"), ("data_s", "data_s")):
+        assert spent[name] == pytest.approx(sum(line[key] for line in steps), rel=1e-6)
+    assert spent["start_up_s"] > 1.2 * whole["start_up_s"]
+
+
+def stopped_after(home, run, lines, how, **other):
+    """A run to which something is done once its log has so many lines; the process, finished."""
+    import subprocess
+
+    process = subprocess.Popen(run_command(home, run), **options(home) | other)
+    path = home / run / "log.jsonl"
+    begin = time.monotonic()
+    while process.poll() is None and not (path.exists() and path.read_text().count("\n") > lines):
+        assert time.monotonic() - begin < 60
+        time.sleep(0.005)
+    process.send_signal(how) if isinstance(how, int) else how()
+    process.communicate()
+    return process
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a terminal of its own")
+def test_a_closed_terminal_saves_and_the_run_goes_on_from_there(home):
+    """The terminal is closed: the system sends SIGHUP, and what is printed from then on can't be written."""
+    import fcntl
+    import termios
+
+    ours, theirs = os.openpty()
+
+    def own_terminal():
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    terminal = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    process = stopped_after(home, "closed", 30, lambda: (os.close(theirs), os.close(ours)), preexec_fn=own_terminal,
+                            **terminal)
+    assert process.returncode == 130
+    assert not (home / "closed/receipt.json").exists()
+    assert train(home, "closed", "--resume").returncode == 0
+    assert end_state(home / "closed") == end_state(home / "whole")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGHUP")
+def test_nohup_is_left_alone(home):
+    process = stopped_after(home, "nohup", 30, signal.SIGHUP,
+                            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    assert process.returncode == 0 and end_state(home / "nohup") == end_state(home / "whole")
+
+
+def test_a_clock_that_is_set_back_changes_nothing_but_the_log_s_times(home):
+    """By an hour at every look, while it runs: the receipt's hours are the monotonic clock's."""
+    code = """
+import time
+from trainer import log
+log.process_seconds()
+start = time.time()
+calls = iter(range(10**9))
+time.time = lambda: start - 3600 * next(calls)
+"""
+    done = train_with(home, code, "clock")
+    assert done.returncode == 0, done.stderr
+    paper = receipt(home / "clock")
+    assert 0 < paper["actual"]["hours"] < 0.05 and all(value >= -1e-6 for value in paper["ledger"].values())
+    assert end_state(home / "clock") == end_state(home / "whole")
+
+
+def test_a_suspended_machine_is_told_and_not_counted(home):
+    """One step of 3 s among those of milliseconds, with a minute taken for half a second."""
+    code = """
+import itertools, time
+from trainer import step, watch
+watch.AWAY_S = 0.5
+calls, real = itertools.count(1), step.TrainStep._forward_backward
+def slept(self, tokens):
+    if next(calls) == 60:
+        time.sleep(3)
+    return real(self, tokens)
+step.TrainStep._forward_backward = slept
+"""
+    done = train_with(home, code, "slept")
+    assert done.returncode == 0, done.stderr
+    assert "step 60 took 3 s: the machine slept" in done.stdout
+    paper = receipt(home / "slept")
+    away_s, whole_s = paper["ledger"]["away_s"], sum(paper["ledger"].values())
+    assert away_s >= 3 and paper["actual"]["hours"] * 3600 == pytest.approx(whole_s - away_s, rel=1e-6)
+
+
+def test_trouble_is_told_when_it_begins_and_when_it_ends(home):
+    """Steps are looked at all the time here; those from 30 to 55 are slow for want of tokens."""
+    code = """
+import itertools, time
+from trainer import loop, tokens, watch
+loop.LOOK_S = 0.0
+real, calls = tokens.Tokens.batch, itertools.count(1)
+def slow(self, *a):
+    if 30 < next(calls) <= 55:
+        time.sleep(0.2)
+    return real(self, *a)
+tokens.Tokens.batch = slow
+trouble = watch.trouble
+import dataclasses
+loop.trouble = lambda seen, bits: trouble(dataclasses.replace(seen, planned_tok_s=1000.0), bits)
+"""
+    done = train_with(home, code, "starved")
+    assert done.returncode == 0, done.stderr
+    told = [line for line in log(home / "starved") if line["kind"] == "trouble"]
+    assert any(line["what"] == "data" and "waits for tokens" in line["line"] for line in told)
+    assert told[-1]["step"] > 55 and told[-1]["what"] is None and "is over" in told[-1]["line"]
+    assert any(one["what"] == "data" for one in receipt(home / "starved")["troubles"])

@@ -1,0 +1,41 @@
+"""What a run trains and validates on, and whether it is still the same."""
+
+from pathlib import Path
+
+from trainer.errors import UserError
+from trainer.plan import Plan, held_back
+from trainer.tokens import Tokens
+
+
+def open_data(plan: Plan, data: Path, val: Path | None, keep: bool = True) -> tuple[Tokens, Tokens]:
+    """Training and validation tokens, every id checked against the plan's vocabulary. Without `val`, the last hundredth
+    of the data (at least one window, at most what an evaluation reads) is kept for it. UserError if they don't suit.
+    `keep` is Tokens.check's."""
+    length = plan.step.length
+    tokens = Tokens.open(data)
+    tokens.check(plan.model.vocab, keep)
+    if val is not None:
+        held = Tokens.open(val)
+        held.check(plan.model.vocab, keep)
+    else:
+        if len(tokens.ids) < 2 * (length + 1):
+            raise UserError(f"token file {data} has {len(tokens.ids)} tokens; at length {length} a window to train on and "
+                            f"one to validate on take {2 * (length + 1)}: give more text or a shorter length, or --val")
+        tokens, held = tokens.split(held_back(len(tokens.ids), plan.step))
+    tokens.windows(length)
+    held.windows(length)
+    return tokens, held
+
+
+def identity(tokens: Tokens) -> dict:
+    """What tells one run of tokens from another: how many, of which vocabulary, and a checksum over all of them."""
+    return {"tokens": len(tokens.ids), "vocab": tokens.vocab, "crc32": tokens.checksum()}
+
+
+def changes(before: dict | None, now: dict) -> str:
+    """What of the data is not as it was, in words; "" if nothing is."""
+    found = []
+    for which, values in (before or {}).items():
+        differ = [f"{name} {value} -> {now[which][name]}" for name, value in values.items() if now[which][name] != value]
+        found += [f"{which} {', '.join(differ)}"] * bool(differ)
+    return "; ".join(found)
