@@ -151,7 +151,7 @@ def test_a_lost_card_names_the_last_good_checkpoint(home):
 def test_every_slow_part_is_named_by_the_ledger_and_the_parts_make_the_whole(home):
     """40 ms more in each step, evaluation, checkpoint or line of the log: the ledger grows by that where it was."""
     slow = {"data_s": ("tokens.Tokens.batch", STEPS), "eval_s": ("step.TrainStep.evaluate", STEPS // 10),
-            "checkpoint_s": ("checkpoint.save", STEPS // 3), "log_s": ("log.RunLog.write", STEPS)}
+            "checkpoint_s": ("checkpoint.save", STEPS // 3), "log_s": ("log.RunLog.write", STEPS // 2)}
     base = receipt(home / "whole")
     for name, (where, least) in slow.items():
         module = where.partition(".")[0]
