@@ -3,8 +3,10 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,19 +21,52 @@ SPAN = Span(1.0, 2.0, 3.0)
 STEPS = 90
 
 
-def make_home(home: Path, shape=StepConfig(2, 16, 2), whole=True) -> Path:  # noqa: B008
-    """A folder with a plan of STEPS steps, its data, other data, and a run "whole" of it that nothing disturbed."""
+def make_home(home: Path, *more, shape=StepConfig(2, 16, 2), model=tiny(), tok_s=SPAN, save=3) -> Path:  # noqa: B008
+    """A folder with a plan of STEPS steps, its data, other data, and a run "whole" of it that nothing disturbed, for which
+    `more` are options."""
     r = random.Random(5)
     for name in ("data", "other"):
-        ids = [r.randrange(300) for _ in range(3000)]
-        np.array(ids, dtype_for(300)).tofile(home / f"{name}.bin")
-        write_sidecar(home / f"{name}.bin", len(ids), 300, None)
-    Plan(1, "2026-01-01T00:00:00+00:00", "cpu-x", tiny(), shape, 3000, 1, STEPS, OptimizerConfig(1e-2), 10, 3, 10**9,
-         Predicted(SPAN, SPAN, SPAN), [], [], [], "", {}).save(home / "plan.json")
-    if whole:
-        done = train(home, "whole")
-        assert done.returncode == 0, done.stderr
+        ids = [r.randrange(model.vocab) for _ in range(max(3000, 30 * shape.batch * shape.length))]
+        np.array(ids, dtype_for(model.vocab)).tofile(home / f"{name}.bin")
+        write_sidecar(home / f"{name}.bin", len(ids), model.vocab, None)
+    Plan(1, "2026-01-01T00:00:00+00:00", "cpu-x", model, shape, 3000, 1, STEPS, OptimizerConfig(1e-2), 10, save, 10**9,
+         Predicted(tok_s, SPAN, SPAN), [], [], [], "", {}).save(home / "plan.json")
+    done = train(home, "whole", *more)
+    assert done.returncode == 0, done.stderr
     return home
+
+
+def kill_and_go_on(home, wanted: int, longest_s: float, *more) -> None:
+    """Runs of the plan, killed by SIGKILL at random moments until `wanted` kills have hit: each goes on from where it was
+    and ends as "whole" did, and nothing broken is left or taken."""
+    r, kills, run = random.Random(2), 0, 0
+    while kills < wanted:
+        run += 1
+        name, resume = f"killed-{run}", ()
+        while True:
+            process = subprocess.Popen(run_command(home, name, *resume, *more), **options(home))
+            path, begin = home / name / "log.jsonl", time.monotonic()
+            lines = path.read_text().count("\n") if path.exists() else 0
+            while process.poll() is None and not (path.exists() and path.read_text().count("\n") > lines):
+                assert time.monotonic() - begin < 60
+                time.sleep(0.005)
+            time.sleep(r.uniform(0, longest_s))
+            process.send_signal(signal.SIGKILL)
+            out, err = process.communicate()
+            if process.returncode == 0:
+                break
+            assert process.returncode == -signal.SIGKILL, err
+            kills += 1
+            if (home / name / "receipt.json").exists():  # it was through when it was killed
+                break
+            assert "broken" not in out  # what a kill leaves behind is a folder still being written, which is no checkpoint
+            resume = ("--resume",) if any((home / name / "checkpoints").glob("step-*[0-9]")) else ()
+            if kills >= wanted:
+                done = train(home, name, *resume, *more)
+                assert done.returncode == 0, done.stderr
+                break
+        assert end_state(home / name) == end_state(home / "whole")
+        assert not list((home / name / "checkpoints").glob("*.tmp"))
 
 
 def run_command(home, run, *more) -> list[str]:
@@ -40,7 +75,8 @@ def run_command(home, run, *more) -> list[str]:
 
 
 def options(home) -> dict:
-    return {"cwd": home, "env": os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, "text": True,
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests/gpu")))
+    return {"cwd": home, "env": os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, "text": True,
             "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 

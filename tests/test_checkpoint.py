@@ -4,14 +4,11 @@ costs no checkpoint that was there, and other data than it was started on is ref
 import json
 import random
 import resource
-import signal
-import subprocess
 import sys
-import time
 
 import pytest
 import torch
-from runs import STEPS, end_state, make_home, options, run_command, train, train_with
+from runs import STEPS, kill_and_go_on, make_home, train, train_with
 
 from trainer import checkpoint
 from trainer.errors import UserError
@@ -126,34 +123,7 @@ def test_a_disk_without_room_costs_nothing_that_was_there(tmp_path, monkeypatch)
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
 def test_a_killed_run_goes_on_bit_for_bit_and_takes_nothing_broken(home, request):
     """SIGKILL at random moments, saves included (a checkpoint every third step); `--kills 200` for more."""
-    r, kills, wanted, run = random.Random(2), 0, request.config.getoption("--kills"), 0
-    while kills < wanted:
-        run += 1
-        name, resume = f"killed-{run}", ()
-        while True:
-            process = subprocess.Popen(run_command(home, name, *resume), **options(home))
-            log, begin = home / name / "log.jsonl", time.monotonic()
-            lines = log.read_text().count("\n") if log.exists() else 0
-            while process.poll() is None and not (log.exists() and log.read_text().count("\n") > lines):
-                assert time.monotonic() - begin < 60
-                time.sleep(0.005)
-            time.sleep(r.uniform(0, 0.4))
-            process.send_signal(signal.SIGKILL)
-            out, err = process.communicate()
-            if process.returncode == 0:
-                break
-            assert process.returncode == -signal.SIGKILL, err
-            kills += 1
-            if (home / name / "receipt.json").exists():  # it was through when it was killed
-                break
-            assert "broken" not in out  # what a kill leaves behind is a folder still being written, which is no checkpoint
-            resume = ("--resume",) if any((home / name / "checkpoints").glob("step-*[0-9]")) else ()
-            if kills >= wanted:
-                done = train(home, name, *resume)
-                assert done.returncode == 0, done.stderr
-                break
-        assert end_state(home / name) == end_state(home / "whole")
-        assert not list((home / name / "checkpoints").glob("*.tmp"))
+    kill_and_go_on(home, request.config.getoption("--kills"), 0.4)
 
 
 def test_a_resumed_run_takes_no_more_memory_than_a_start(home):

@@ -24,7 +24,7 @@ SEEN = Sight("cuda", 700.0, 2000.0, 0.0, spilled_bytes=0, throttle=0, temperatur
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    return make_home(tmp_path_factory.mktemp("trouble"), StepConfig(4, 16))
+    return make_home(tmp_path_factory.mktemp("trouble"), shape=StepConfig(4, 16))
 
 
 @pytest.mark.parametrize(("what", "words", "changes"), [
