@@ -5,7 +5,8 @@ import json
 import os
 import signal
 import sys
-from dataclasses import asdict
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -13,6 +14,7 @@ import click
 from trainer.errors import Refused, UserError, is_out_of_memory
 from trainer.live import GONE, drop, unread
 from trainer.stop import SIGNALS
+from trainer.team import Seat, Team
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -65,11 +67,14 @@ def given(text: str | None, parse, *names):
 
 
 class Output:
-    """Where a command's words go: to stdout, or with --json to stderr, so that stdout is one object."""
+    """Where a command's words go: to stdout, or with --json to stderr, so that stdout is one object; of a team only the
+    first speaks."""
 
-    def __init__(self, as_json: bool) -> None:
-        self.as_json = as_json
+    def __init__(self, as_json: bool, speaks: bool = True) -> None:
+        self.as_json = as_json and speaks
         self.stream = sys.stderr if as_json else sys.stdout
+        if not speaks:
+            self.stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
     def say(self, line: str = "") -> None:
         with unread(self.stream):
@@ -108,7 +113,10 @@ device_option = click.option("--device", metavar="D",
 @json_option
 @click.pass_context
 def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, device, as_json) -> None:
-    """Train a small language model as planned, in fp32, and write a receipt of planned beside actual."""
+    """Train a small language model as planned, in fp32, and write a receipt of planned beside actual.
+
+    On N cards of one machine: torchrun --nproc-per-node N $(which train) --plan ...
+    """
     if ctx.invoked_subcommand:
         if plan_path or data or val or run_path or resume or dry_run:
             raise click.UsageError(f"options of a run don't go with `train {ctx.invoked_subcommand}`; put its own after it")
@@ -117,7 +125,8 @@ def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, dev
         raise click.UsageError("a run needs --plan FILE and --data FILE; `plan` and `train tokenize` make them")
     if resume and run_path is None:
         raise click.UsageError("--resume needs --run DIR, the folder of the run to go on with")
-    out = Output(as_json)
+    team = Team(Seat.of(os.environ))
+    out = Output(as_json, team.seat.leads)
     from trainer import audit as checklist
     from trainer.device import resolve
     from trainer.ledger import words
@@ -126,9 +135,11 @@ def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, dev
     from trainer.plan import Plan
     from trainer.usage import Claim
 
-    plan = Plan.load(plan_path)
     claim = Claim()
-    where = resolve(device)
+    where = team.place(resolve(device))
+    if not team.seat.leads:
+        team.join(where)  # what is wrong with the input is told once, by the first, before it joins
+    plan = Plan.load(plan_path)
     from trainer.data import open_data
     from trainer.loop import run
 
@@ -139,7 +150,10 @@ def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, dev
     out.say(f"data {data}: {len(tokens.ids):,} tokens, each seen {seen:.1f} times; {len(held.ids):,} held back to validate")
     if resume:
         RunFolder.resume(folder_path, plan)
-    situation = look(plan, where, folder_path, resume, allow_battery, tokens=len(tokens.ids))
+    team.seat.share(plan.step)
+    situation = look(plan, where, folder_path, resume, allow_battery, tokens=len(tokens.ids), processes=team.seat.size)
+    if not team.seat.leads:
+        situation = replace(situation, held=None, run_problem=None)
     findings = checklist.judge(situation)
     for line in checklist.lines(findings) if dry_run else checklist.warnings(findings):
         out.say(line)
@@ -153,9 +167,14 @@ def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, dev
     from trainer.live import Live
 
     try:
-        with RunFolder.alone(folder_path), Live(out.console()) as live:
-            folder = RunFolder.resume(folder_path, plan) if resume else RunFolder.start(folder_path, plan)
-            paper = run(plan, tokens, held, folder, where, resume, claim, live.say, live.update)
+        with RunFolder.alone(folder_path) if team.seat.leads else nullcontext(), Live(out.console()) as live:
+            if team.seat.leads:
+                folder = RunFolder.resume(folder_path, plan) if resume else RunFolder.start(folder_path, plan)
+                team.join(where)
+            else:
+                folder = RunFolder(folder_path)
+            paper = run(plan, tokens, held, folder, where, resume, claim, team, live.say, live.update)
+            team.leave()
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(type(e).__name__, str(e)):
             raise

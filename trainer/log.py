@@ -22,10 +22,10 @@ PATIENCE_S = 0.3
 
 class RunLog:
     """Appends one JSON object a line to log.jsonl, handed to the system when `write` returns. A disk that doesn't take it
-    is told once by `say`, and the run goes on."""
+    is told once by `say`, and the run goes on. Not `kept`, nothing is written: of a team one process writes."""
 
-    def __init__(self, run: Path, say) -> None:
-        self.path, self._say, self._failed = run / "log.jsonl", say, False
+    def __init__(self, run: Path, say, kept: bool = True) -> None:
+        self.path, self._say, self._failed = run / "log.jsonl" if kept else Path(os.devnull), say, False
         try:
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
         except OSError as e:

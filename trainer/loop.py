@@ -20,6 +20,7 @@ from trainer.plan import Plan, eval_batches, is_due
 from trainer.schedule import lr
 from trainer.step import TrainStep
 from trainer.stop import Stop
+from trainer.team import Team
 from trainer.tokens import Tokens, feed
 from trainer.usage import Claim
 from trainer.watch import Sight, is_away, trouble
@@ -30,18 +31,21 @@ LOOK_S = 20.0
 
 
 class Run:
-    """A plan that is being run. `say` takes lines that stay, `live` the line that changes."""
+    """A plan that is being run, by this process or by a team of them, of which the first writes. `say` takes lines that stay,
+    `live` the line that changes."""
 
-    def __init__(self, plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, claim: Claim, say, live) -> None:
+    def __init__(self, plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, claim: Claim, team: Team, say,
+                 live) -> None:
         self.started_s = process_seconds()
         self.plan, self.tokens, self.folder, self.where, self.claim = plan, tokens, folder, where, claim
-        self.say, self.live = say, live
+        self.say, self.live, self.team, self.leads = say, live, team, team.seat.leads
         self.facts = device.facts(where)
         claim.begin(where, self.facts.uuid)
-        self.step = TrainStep(plan.model, plan.step, plan.optimizer, where, SEED)
+        self.step = TrainStep(plan.model, team.seat.share(plan.step), plan.optimizer, where, SEED, team)
         self.data = {"training": identity(tokens), "validation": identity(held)}
         windows = held.fixed(plan.step.batch, plan.step.length, eval_batches(plan.corpus_tokens, plan.step))
-        self.windows = [torch.from_numpy(b) for b in windows]
+        self.evaluated = sum(len(b) for b in windows)
+        self.windows = [torch.from_numpy(b) for b in windows[team.seat.rank::team.seat.size]]
         self.start, self.before_s, self.first_loss = 0, 0.0, None
         self.loss = self.val_loss = math.nan
         self.ledger, self.wrote_before_s = Ledger({}), 0.0
@@ -71,15 +75,16 @@ class Run:
         on, and raises KeyboardInterrupt."""
         ready_s = process_seconds()
         self.ledger.add("start_up_s", ready_s)
-        write_json(self.folder.path / "process.json", {
-            "pid": os.getpid(), "started_at": round(time.time() - ready_s, 3), "ran_on": self.facts.fingerprint})
-        self.log = RunLog(self.folder.path, self.say)
+        if self.leads:
+            write_json(self.folder.path / "process.json", {
+                "pid": os.getpid(), "started_at": round(time.time() - ready_s, 3), "ran_on": self.facts.fingerprint})
+        self.log = RunLog(self.folder.path, self.say, self.leads)
         done, plan = self.start, self.plan
         with contextlib.closing(self.log), Stop() as stop:
             try:
                 if done == 0:
                     self.evaluate(0)
-                source = feed(self.tokens, plan.step, SEED, self.where, done)
+                source = feed(self.tokens, self.step.step, SEED, self.where, done, self.team.seat)
                 self.pace.go_on()
                 while done < plan.steps:
                     begin = time.perf_counter()
@@ -87,8 +92,9 @@ class Run:
                     done += 1
                     if finished:
                         self.note(done - 1, finished)
+                    leaves = self.team.agree(stop.asked)
                     due_eval = is_due(done, plan.steps, plan.eval)
-                    due_save = is_due(done, plan.steps, plan.checkpoint) or stop.asked
+                    due_save = is_due(done, plan.steps, plan.checkpoint) or leaves
                     if due_eval or due_save:
                         self.note(done, self.pace.drain(), is_pause=True)
                         if due_eval:
@@ -96,7 +102,7 @@ class Run:
                         if due_save:
                             self.save(done)
                         self.pace.go_on()
-                    if stop.asked and done < plan.steps:
+                    if leaves and done < plan.steps:
                         self.saver.wait()
                         self.say(f"stopped after step {done}; go on with: train --plan {self.folder.path / 'plan.json'} "
                                  f"--data {self.tokens.path} --run {self.folder.path} --resume")
@@ -107,9 +113,10 @@ class Run:
                 self.stop_here(f"the card failed in step {done + 1} ({str(e).splitlines()[0]:.120})",
                                "when it answers again (a driver that was reset, a lost card: restart)")
             self.settle()
-        self.peaks.update(self.claim.peaks(self.where, self.facts.uuid))
+        self.measure_peaks()
         paper = self.paper()
-        write_json(self.folder.path / "receipt.json", paper)
+        if self.leads:
+            write_json(self.folder.path / "receipt.json", paper)
         return paper
 
     def advance(self, tokens, done: int, begin: float) -> StepTimes | None:
@@ -190,12 +197,11 @@ class Run:
 
     def evaluate(self, number: int) -> None:
         begin = time.perf_counter()
-        losses = self.losses(number)
-        self.val_loss = sum(losses) / sum(len(b) for b in self.windows)
+        self.val_loss = self.team.sum(sum(self.losses(number))) / self.evaluated
         if not math.isfinite(self.val_loss):
             self.stop_here(f"validation loss {self.val_loss} after step {number}", "with a lower lr in the plan")
         self.first_loss = self.val_loss if self.first_loss is None else self.first_loss
-        self.peaks.update(self.claim.peaks(self.where, self.facts.uuid))
+        self.measure_peaks()
         seconds = time.perf_counter() - begin
         self.ledger.add("eval_s", seconds)
         self.log.write("eval", number, val_loss=self.val_loss, seconds=seconds)
@@ -212,7 +218,14 @@ class Run:
                     raise
             self.lighten(number)
 
+    def measure_peaks(self) -> None:
+        """Takes note of the most that any of the team has held."""
+        peaks = self.claim.peaks(self.where, self.facts.uuid)
+        self.peaks.update({name: self.team.largest(value) for name, value in peaks.items()})
+
     def save(self, number: int) -> None:
+        if not self.leads:
+            return
         before_s = self.saver.held_s
         self.saver.save(number, self.step.named_state(), {
             "seconds": self.before_s + process_seconds(), "first_val_loss": self.first_loss, "val_loss": self.val_loss,
@@ -242,7 +255,8 @@ class Run:
             "checkpoint_s": spent["checkpoint_s"], "checkpoint_write_s": self.wrote_before_s + self.saver.write_s,
             "ledger": self.ledger.paper(seconds), "first_val_loss": self.first_loss, "val_loss": self.val_loss,
             "loss": self.loss, "checkpoint_failures": self.saver.failures, "out_of_memory": self.out_of_memory,
-            "troubles": self.troubles, "software": self.facts.software, "ran_on": self.facts.fingerprint})
+            "troubles": self.troubles, "software": self.facts.software, "ran_on": self.facts.fingerprint,
+            "processes": self.team.seat.size})
 
 
 def last_good(run: Path) -> str:
@@ -253,13 +267,13 @@ def last_good(run: Path) -> str:
         return "the start, since there is no checkpoint yet,"
 
 
-def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resume: bool, claim: Claim,
+def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resume: bool, claim: Claim, team: Team,
         say, live) -> dict:
     """Trains as planned from the start or the newest checkpoint, and returns the receipt; see Run."""
-    this = Run(plan, tokens, held, folder, where, claim, say, live)
+    this = Run(plan, tokens, held, folder, where, claim, team, say, live)
     if resume:
         this.resume()
-    elif tokens.tokenizer and Path(tokens.tokenizer).is_file():
+    elif team.seat.leads and tokens.tokenizer and Path(tokens.tokenizer).is_file():
         with contextlib.suppress(OSError):  # only sampling needs it, and says so
             shutil.copyfile(tokens.tokenizer, folder.path / "tokenizer.json")
     return this.go()

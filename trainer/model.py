@@ -95,8 +95,8 @@ class Decoder(nn.Module):
         self.embedding = nn.Parameter(torch.empty(config.vocab, config.d_model, device=device))
         self.blocks = nn.ModuleList(Block(config, device) for _ in range(config.layers))
         self.norm = nn.Parameter(torch.empty(config.d_model, device=device))
-        angles = rope_angles(length, config.head_size, config.rope_base, device)
-        self.register_buffer("angles", angles, persistent=False)
+        # no buffer: data-parallel training would send it round before every step
+        self.angles = rope_angles(length, config.head_size, config.rope_base, device)
         self._init_weights(torch.Generator(device).manual_seed(seed))
 
     @torch.no_grad()

@@ -1,15 +1,18 @@
 """The step that is measured and that trains: micro-steps, clip, optimizer."""
 
+import contextlib
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import ENGINES, RECOMPUTES, ModelConfig, OptimizerConfig, StepConfig, refuse_update
 from trainer.device import lock_fp32, refuse_engine, settle_heap
 from trainer.errors import UserError
 from trainer.loss import head_loss
 from trainer.model import Decoder
+from trainer.team import Team
 
 __all__ = ["ENGINES", "RECOMPUTES", "OptimizerConfig", "StepConfig", "TrainStep"]
 
@@ -18,11 +21,12 @@ class TrainStep:
     """Model, optimizer and engine of one run; calling it does one optimizer step.
 
     tokens are int32 on the device: (accum, batch, length + 1) for a step, (batch, length + 1) for an evaluation; inputs
-    are all but the last column, targets all but the first.
+    are all but the last column, targets all but the first. In a team `step` is each process's share, and a step ends with
+    the same weights in all of them.
     """
 
     def __init__(self, model: ModelConfig, step: StepConfig, optimizer: OptimizerConfig, device: torch.device,
-                 seed: int = 0) -> None:
+                 seed: int = 0, team: Team = Team()) -> None:  # noqa: B008
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         refusal = refuse_engine(step.engine, device.type, capability) or refuse_update(step, optimizer)
         if refusal:
@@ -30,9 +34,14 @@ class TrainStep:
         lock_fp32()
         if device.type == "cpu":
             settle_heap()
-        self.step, self.device, self.clip = step, device, optimizer.clip
+        self.step, self.device, self.clip, self.team = step, device, optimizer.clip, team
         self.model = Decoder(model, step.length, device, seed)
         self._body = torch.compile(self.model, dynamic=False) if step.engine == "compile" else self.model
+        self._by_hand = [self.model.embedding, self.model.norm]  # gradients that autograd has no part in
+        if team.seat.size > 1 and step.engine == "graph":  # a graph has no hooks: all are exchanged after it
+            self._by_hand = list(self.model.parameters())
+        elif team.seat.size > 1:
+            self._body = _parallel(self._body, self._by_hand)
         self._graphs: list[tuple[torch.cuda.CUDAGraph, Tensor]] = []
         self._side = self._tokens = None
 
@@ -62,8 +71,9 @@ class TrainStep:
             self._record(tokens[0])
         loss = torch.zeros((), device=self.device)
         for i, micro in enumerate(tokens):
-            loss += self._replay(i, micro) if self._graphs else self._forward_backward(micro)
+            loss += self._replay(i, micro) if self._graphs else self._forward_backward(micro, i == len(tokens) - 1)
         mark()
+        self.team.average_([loss, *(p.grad for p in self._by_hand)])
         norm = None
         if self.clip is not None:
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
@@ -84,9 +94,15 @@ class TrainStep:
         x = m(m.embed(tokens[:, :-1])).flatten(0, 1)
         return head_loss(x, m.norm, m.embedding, tokens[:, 1:].flatten().long(), m.config.norm_eps)
 
-    def _forward_backward(self, tokens: Tensor) -> Tensor:
-        """Loss and gradients of one micro-step. The tied embedding's two gradients go into one buffer: the head's first,
-        chunk by chunk as the loss is made, then the looked-up rows'."""
+    def _forward_backward(self, tokens: Tensor, is_last: bool = True) -> Tensor:
+        """Loss and gradients of one micro-step; a team exchanges what its blocks have summed up during the last one. The
+        tied embedding's two gradients go into one buffer: the head's first, chunk by chunk as the loss is made, then the
+        looked-up rows'."""
+        is_quiet = not is_last and isinstance(self._body, DistributedDataParallel)
+        with self._body.no_sync() if is_quiet else contextlib.nullcontext():
+            return self._gradients(tokens)
+
+    def _gradients(self, tokens: Tensor) -> Tensor:
         m, inputs, targets = self.model, tokens[:, :-1], tokens[:, 1:].flatten().long()
         x = m.embed(inputs).requires_grad_()
         out = self._body(x, self.step.recompute, self.step.engine == "compile")
@@ -112,7 +128,7 @@ class TrainStep:
         """The largest batch of at most half of today's that can make the same steps; None if there is none, or if some of
         the weights may have been updated already."""
         batch = self.step.batch
-        if self.step.update == "backward":
+        if self.step.update == "backward" or self.team.seat.size > 1:  # the others wait in the middle of a step
             return None
         return next((b for b in range(batch // 2, 0, -1) if batch % b == 0), None)
 
@@ -176,3 +192,11 @@ class TrainStep:
             self._optimizers[parameter].state[parameter] = {
                 key: torch.empty(value.shape, device=self.device, dtype=value.dtype).copy_(value)
                 for key, value in state.items()}
+
+
+def _parallel(body: torch.nn.Module, by_hand: list[Tensor]) -> DistributedDataParallel:
+    """`body`, whose gradients are averaged over the team while its backward pass runs, but for those made `by_hand`, which
+    it would wait for in vain."""
+    for parameter in by_hand:
+        parameter.requires_grad_(False)
+    return DistributedDataParallel(body, gradient_as_bucket_view=True)

@@ -14,6 +14,7 @@ import numpy as np
 from trainer.config import StepConfig
 from trainer.errors import UserError
 from trainer.files import read_json, write_json
+from trainer.team import ALONE, Seat
 
 SCHEMA = 1
 SCAN = 1 << 24
@@ -147,8 +148,9 @@ class Tokens:
                             f"{length + 1}")
         return count
 
-    def batch(self, seed: int, step: int, shape: StepConfig) -> np.ndarray:
-        """The tokens of optimizer step `step`, int32 (accum, batch, length + 1): a pure function of its arguments.
+    def batch(self, seed: int, step: int, shape: StepConfig, seat: Seat = ALONE) -> np.ndarray:
+        """The tokens of optimizer step `step`, int32 (accum, batch, length + 1): a pure function of its arguments. `shape`
+        is a process's share: those of a team take as many each, one after another, of the same windows in the same order.
 
         Every epoch deals out each window once, in an order of its own; the windows start at an offset of its own too,
         so that the tail which no whole window covers is reached in other epochs.
@@ -158,7 +160,7 @@ class Tokens:
         slack = (len(self.ids) - 1) % length
         out = np.empty((rows, length + 1), np.int32)
         for row in range(rows):
-            epoch, position = divmod(step * rows + row, count)
+            epoch, position = divmod((step * seat.size + seat.rank) * rows + row, count)
             offset, order = _order(seed, epoch, count, slack)
             start = offset + int(order[position]) * length
             out[row] = self.ids[start:start + length + 1]
@@ -181,7 +183,7 @@ def _order(seed: int, epoch: int, count: int, slack: int) -> tuple[int, np.ndarr
     return int(random.integers(slack + 1)), random.permutation(count)
 
 
-def feed(tokens: Tokens, shape: StepConfig, seed: int, device, start: int = 0) -> Iterator:
+def feed(tokens: Tokens, shape: StepConfig, seed: int, device, start: int = 0, seat: Seat = ALONE) -> Iterator:
     """Each step's tokens on the device from step `start` on, int32 (accum, batch, length + 1); valid until the next
     but one is asked for. On a card the following step's are copied from pinned memory, on a stream of their own, while
     the current one runs. No worker processes: slices of a mapped file take microseconds, and under Windows one worker
@@ -190,7 +192,7 @@ def feed(tokens: Tokens, shape: StepConfig, seed: int, device, start: int = 0) -
 
     if device.type != "cuda":
         for step in itertools.count(start):
-            yield torch.from_numpy(tokens.batch(seed, step, shape)).to(device)
+            yield torch.from_numpy(tokens.batch(seed, step, shape, seat)).to(device)
     size = (shape.accum, shape.batch, shape.length + 1)
     copies = torch.cuda.Stream(device)
     host = [torch.empty(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
@@ -200,7 +202,7 @@ def feed(tokens: Tokens, shape: StepConfig, seed: int, device, start: int = 0) -
     def stage(step: int) -> None:
         slot = step % 2
         arrived[slot].synchronize()  # until its last copy is through, the pinned memory is being read
-        host[slot].copy_(torch.from_numpy(tokens.batch(seed, step, shape)))
+        host[slot].copy_(torch.from_numpy(tokens.batch(seed, step, shape, seat)))
         copies.wait_event(read[slot])
         with torch.cuda.stream(copies):
             there[slot].copy_(host[slot], non_blocking=True)
