@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
-from planner import defaults
+from planner import defaults, together
 from planner.choose import Candidate, Choice, choose
 from planner.hours import Overheads, Rates, cadence, hours, overheads, peak_span, step_span, steps_for
 from planner.known import Known
@@ -88,6 +88,8 @@ def build(records: list[Record], question: Question, known: Known) -> Forecast:
     optimizer, lr_why = defaults.optimizer(model, total, steps, pick.step)
     why = [*choice.why, f"limit {format_bytes(limit_bytes)}: {limit_from}", wanted_why, lr_why,
            _amount(total, model.parameters), *calibration.lines()]
+    if known.assumed_for:
+        why.insert(0, together.reason(pick.record, known.assumed_for))
     if missing := extra.missing():
         why.append(f"the hours leave out {', '.join(missing)}: not measured")
     plan = Plan(

@@ -28,14 +28,15 @@ records_option = click.option("--records", "files", multiple=True, type=click.Pa
 @click.option("--tokens-per-step", metavar="N", help="Tokens in an optimizer step.  [default: by the corpus]")
 @click.option("--limit", metavar="5GB", help="Memory that may be used.  [default: 97% of the cliff]")
 @click.option("--device", metavar="NAME", help="Device to plan for: a folder under results/.  [default: this machine's]")
+@click.option("--gpus", type=click.IntRange(1, 1024), metavar="N", help="Cards that share each step (train: torchrun).")
 @records_option
 @results_option
 @click.option("--out", "out_path", default="results/plan.json", show_default=True, type=click.Path(path_type=Path),
               metavar="FILE", help="The plan to write.")
 @json_option
 @click.pass_context
-def cli(ctx, corpus, hours, epochs, model, vocab, length, tokens_per_step, limit, device, files, results, out_path,
-        as_json) -> None:
+def cli(ctx, corpus, hours, epochs, model, vocab, length, tokens_per_step, limit, device, gpus, files, results,
+        out_path, as_json) -> None:
     """Choose the sweet spot among measured cells, and forecast the hours of a corpus."""
     if ctx.invoked_subcommand:
         typed = [p.opts[0] for p in ctx.command.params
@@ -61,7 +62,7 @@ def cli(ctx, corpus, hours, epochs, model, vocab, length, tokens_per_step, limit
         tokens_per_step=given(tokens_per_step, parse_count, "--tokens-per-step"),
         limit_bytes=given(limit, parse_bytes, "--limit"))
     vocab = given(vocab, parse_count, "--vocab")
-    records, known = at_hand.read(results, files, device, out.say)
+    records, known = at_hand.read(results, files, device, out.say, gpus)
     models = [name.strip() for name in model.split(",")] if model else [None]
     forecasts = {}
     if len(models) > 1:

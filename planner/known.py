@@ -3,14 +3,14 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from planner import calibration
+from planner import calibration, together
 from planner.calibration import Calibration, Past, calibrate, is_usable
 from planner.hours import Rates
 from probe import records, soak
 from probe.cliff import Cliff
 from probe.records import Record
 from probe.soak import Soak
-from trainer.device import choose
+from trainer.device import choose, team_name, team_size
 from trainer.errors import NoPlan, UserError
 from trainer.files import read_json
 from trainer.units import parse_count
@@ -20,12 +20,14 @@ RATES = ("start_up_s", "disk_write_bytes_s", "first_copy_bytes_s", "copy_bytes_s
 
 @dataclass(frozen=True)
 class Known:
-    """device.json's content, the cliff, finished runs, and soaks, oldest first; the runs may be of other devices too."""
+    """device.json's content, the cliff, finished runs, and soaks, oldest first; the runs may be of other devices too.
+    `assumed_for` is for how many devices together the records are assumed from one's; 0 if they were measured."""
 
     device: dict = field(default_factory=dict)
     cliff: Cliff | None = None
     past: tuple[Past, ...] = ()
     soaks: tuple[Soak, ...] = ()
+    assumed_for: int = 0
 
     def calibration(self, record: Record) -> Calibration:
         """What past runs and soaks change about forecasts from `record`."""
@@ -33,18 +35,20 @@ class Known:
         return calibrate(self.past, self.soaks, record.device, record.software.get("torch"), rates)
 
     def power_w(self, record: Record) -> float | None:
-        """What the card draws when warm, or else drew at the end of the measurement."""
+        """What the card draws when warm, or else drew at the end of the measurement; of several together, all of them."""
         wanted = replace(record.cell, accum=1)
         powers = [s.power_w for s in self.soaks if replace(s.cell, accum=1) == wanted and s.power_w]
         power = powers[-1] if powers else record.readings.get("power_w")
-        return power if isinstance(power, (int, float)) and power > 0 else None
+        return power * team_size(record.device) if isinstance(power, (int, float)) and power > 0 else None
 
 
-def read(results: Path, files: tuple[Path, ...], device: str | None, say) -> tuple[list[Record], Known]:
+def read(results: Path, files: tuple[Path, ...], device: str | None, say,
+         gpus: int | None = None) -> tuple[list[Record], Known]:
     """(the records of one device, oldest first, what else is known of it); UserError if there are none. Of `files`, or of
-    the device's folder under `results`; `device` as in trainer.device.choose."""
+    the device's folder under `results`; `device` as in trainer.device.choose. With `gpus`, of so many of the device
+    together, or where they were not measured so, assumed from one's."""
     if files:
-        found = records.of_devices(files, lambda names: choose(names, device, True), say)
+        found = records.of_devices(files, lambda names: _of_team(names, choose(names, device, True), gpus), say)
         name = found[0].device if found else ""
         around = [f.resolve().parent for f in files]
         folder = next((f for f in around if f.name == name), around[0].parent / name)
@@ -52,13 +56,28 @@ def read(results: Path, files: tuple[Path, ...], device: str | None, say) -> tup
         folders = {p.parent.name: p for p in sorted(results.glob("*/records.jsonl"))}
         if not folders:
             raise UserError(f"no records in {results}/*/records.jsonl; `probe grid --model 150M` measures some")
-        name = choose(list(folders), device, False)
+        name = _of_team(list(folders), choose(list(folders), device, False), gpus)
         found, folder = [r for r in records.load(folders[name], say) if r.device == name], results / name
     if not found:
         raise UserError(f"no records in {', '.join(map(str, files)) or folder}; `probe grid --model 150M` measures some")
     soaks = soak.load(folder / "soak.jsonl", say) if (folder / "soak.jsonl").exists() else []
-    return found, Known(device_file(folder / "device.json"), Cliff.load(folder / "cliff.json"),
-                        tuple(calibration.read(results / "runs", say)), tuple(soaks))
+    is_assumed = gpus is not None and team_size(found[0].device) != gpus
+    return together.assumed(found, gpus) if is_assumed else found, Known(
+        device_file(folder / "device.json"), Cliff.load(folder / "cliff.json"),
+        tuple(calibration.read(results / "runs", say)), tuple(soaks), gpus if is_assumed else 0)
+
+
+def _of_team(names: list[str], chosen: str, gpus: int | None) -> str:
+    """The name of `gpus` of the `chosen` device together if it is among the names, else that of one; UserError if there is
+    neither."""
+    if gpus is None or team_size(chosen) == gpus:
+        return chosen
+    one = chosen.removesuffix(f"-x{team_size(chosen)}")
+    found = next((name for name in (team_name(one, gpus), one) if name in names), None)
+    if found is None:
+        raise UserError(f"no records of {gpus} of {one} together, nor of one; there are {', '.join(names)}; probe grid "
+                        f"--nproc {gpus} measures them")
+    return found
 
 
 def device_file(path: Path) -> dict:

@@ -3,6 +3,7 @@
 from planner.build import Forecast
 from planner.choose import step_name
 from trainer.config import StepConfig
+from trainer.device import team_size
 from trainer.plan import Span
 from trainer.units import format_bytes, format_count, format_duration
 
@@ -33,7 +34,8 @@ def lines(forecast: Forecast) -> list[str]:
            f"  {format_count(plan.corpus_tokens)} tokens{'' if plan.epochs == 1 else f' x {plan.epochs:g}'} in "
            f"{span_text(p.hours, hours_text)}, evaluation and checkpoint every {plan.eval:,} steps"]
     if forecast.energy_kwh:
-        out.append(f"  {forecast.energy_kwh:.2g} kWh for the card alone, at {forecast.power_w:.0f} W")
+        cards = "card" if team_size(plan.device) == 1 else "cards"
+        out.append(f"  {forecast.energy_kwh:.2g} kWh for the {cards} alone, at {forecast.power_w:.0f} W")
     out.append("why:")
     out += [f"  {line}" for line in plan.why]
     if plan.rejected:

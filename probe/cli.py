@@ -46,11 +46,12 @@ def cli() -> None:
 
 
 @contextlib.contextmanager
-def _device(results: Path, device: str | None):
-    """(workers, facts, store, extra) of a device, its folder made."""
+def _device(results: Path, device: str | None, size: int = 1):
+    """(workers, facts, store, extra) of a device, or of `size` of its kind as one, its folder made."""
     from probe.grid import look
     from probe.store import Store
     from probe.worker import Workers
+    from trainer.device import team_name
 
     try:
         results.mkdir(parents=True, exist_ok=True)
@@ -58,6 +59,7 @@ def _device(results: Path, device: str | None):
         raise UserError(f"--results {results}: {e.strerror or e}; name a folder that can be written") from None
     with Workers() as workers:
         facts, extra = look(workers, device, results)
+        facts = dataclasses.replace(facts, fingerprint=team_name(facts.fingerprint, size))
         yield workers, facts, Store(results, facts, extra), extra
 
 
@@ -128,11 +130,13 @@ def cliff(device, results, as_json) -> None:
 @click.option("--seconds", default=10.0, show_default=True, type=click.FloatRange(1, 3600), help="Time for each cell.")
 @click.option("--every-cell", is_flag=True, help="Measure all cells, not only what the pick needs.")
 @click.option("--again", is_flag=True, help="Measure again what has been measured.")
+@click.option("--nproc", default=1, show_default=True, type=click.IntRange(1, 1024), metavar="N",
+              help="Cards that share each step, through torchrun; --batch is each one's part.")
 @device_option
 @results_option
 @json_option
 def grid(models, step, batches, lengths, accums, engines, recomputes, update, vocab, limit, seconds, every_cell, again,
-         device, results, as_json) -> None:
+         nproc, device, results, as_json) -> None:
     """Measure peak memory and tok/s over batch, length and model size, and find the fastest cell that fits.
 
     Few cells are measured: those that the pick needs, and its neighbours. Each runs in a process of its own and is on disk
@@ -155,14 +159,18 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
         raise click.UsageError("a grid needs either --model (sizes, such as 150M) or --step package.module:make_step")
     out = Output(as_json)
     asked = given(limit, parse_bytes, "--limit")
-    cells = _cells(models or step, batches, lengths, "1" if accums is None else accums, engines, recomputes, vocab, update)
+    cells = _cells(models or step, batches, lengths, "1" if accums is None else accums, engines, recomputes, vocab, update,
+                   nproc)
+    if nproc > 1 and (step or update == "backward"):
+        raise UserError("--nproc shares out a step of ours, which updates after its backward pass: leave --step and "
+                        "--update out")
     for cell in cells:  # what can't be is told before the device is asked
         if shape(cell) is None and (step is None or cell.step != Cell(cell.model, cell.batch, cell.length).step):
             raise UserError("--model takes sizes, such as 150M" if step is None else
                             "--step has its own engine, recomputation, accumulation and update: leave those options out")
         if refusal := refuse_update(cell.step, OptimizerConfig(1e-5, clip=clip_for(cell.step))):
             raise UserError(f"--update backward: {refusal}")
-    with _device(results, device) as (workers, facts, store, _), alone(facts):
+    with _device(results, device, nproc) as (workers, facts, store, _), alone(facts):
         for engine in _names(engines):
             if refusal := refuse_engine(engine, facts.kind, facts.capability):
                 raise UserError(refusal)
@@ -330,12 +338,12 @@ def plot(model, device, limit, results, as_json) -> None:
 
 
 def _cells(models: str, batches: str, lengths: str, accums: str, engines: str, recomputes: str, vocab: str,
-           update: str) -> list:
-    """The grid that a command's options ask for."""
+           update: str, nproc: int = 1) -> list:
+    """The grid that a command's options ask for; `batches` are those of each of `nproc` processes."""
     from probe.cell import grid as cells_of
     from trainer.units import parse_count, parse_ints
 
-    cells = cells_of(_names(models), parse_ints(batches, "--batch"), parse_ints(lengths, "--length"),
+    cells = cells_of(_names(models), [b * nproc for b in parse_ints(batches, "--batch")], parse_ints(lengths, "--length"),
                      parse_ints(accums, "--accum"), _names(engines), _names(recomputes), parse_count(vocab, "--vocab"),
                      update)
     if not cells:

@@ -16,8 +16,8 @@ from probe.records import SCHEMA, Record
 from probe.soak import LEAST_WINDOWS, Soak, Window
 from probe.soak import append as append_soak
 from probe.verdict import FIRST_S, Card, Outcome, judge, slow_step_s, stuck
-from probe.worker import Workers
-from trainer.device import DeviceFacts, on_battery
+from probe.worker import START_S, Workers
+from trainer.device import DeviceFacts, on_battery, team_size
 from trainer.errors import NoPlan, UserError
 from trainer.plan import Plan
 from trainer.units import format_duration
@@ -157,7 +157,7 @@ class Bench:
     def __init__(self, workers: Workers, device: str, facts: DeviceFacts, path: Path, cliff: Cliff | None, seconds: float,
                  limit_bytes: int | None, memory: CardMemory, say: Callable[[str], None]) -> None:
         self.workers, self.device, self.facts, self.path, self.seconds = workers, device, facts, path, seconds
-        self.limit_bytes, self.memory = limit_bytes, memory
+        self.limit_bytes, self.memory, self.size = limit_bytes, memory, team_size(facts.fingerprint)
         self._predicted: dict[Cell, int | None] = {}  # the search asks again and again, at 30 ms each
         self.card = Card(facts.total_bytes, facts.kind != "cpu", cliff)
         known = records.load(path, say) if path.exists() else []
@@ -166,7 +166,7 @@ class Bench:
     def predict(self, cell: Cell) -> int | None:
         """Bytes of the process's whole claim; None for somebody's own step, and where there is no estimate."""
         if cell not in self._predicted:
-            known = not cell.is_foreign and self.facts.kind in ("cuda", "cpu")
+            known = not cell.is_foreign and self.facts.kind in ("cuda", "cpu") and self.size == 1
             self._predicted[cell] = estimate(cell, self.memory).device_bytes if known else None
         return self._predicted[cell]
 
@@ -176,9 +176,13 @@ class Bench:
         begin = time.monotonic()
         others = [r for r in self.newest.values() if r.cell != cell]
         slow_s = slow_step_s(cell, self.card, others)
-        outcome = self.workers.run(
-            "probe.measure:measure", (cell, self.device, self.facts.uuid, self.seconds, self.card, slow_s),
-            30 + 12 * self.seconds, not self.card.is_card, lambda progress: stuck(cell, slow_s, progress))
+        if self.size > 1:
+            outcome = self.workers.run("probe.together:measure", (cell, self.device, self.seconds, self.size),
+                                       START_S + 12 * self.seconds, not self.card.is_card)
+        else:
+            outcome = self.workers.run(
+                "probe.measure:measure", (cell, self.device, self.facts.uuid, self.seconds, self.card, slow_s),
+                30 + 12 * self.seconds, not self.card.is_card, lambda progress: stuck(cell, slow_s, progress))
         status, why = judge(outcome, cell, self.card, others)
         fields = {f.name for f in dataclasses.fields(Record)}
         measured = {k: v for k, v in (outcome.measured or outcome.progress).items() if k in fields}

@@ -16,14 +16,16 @@ from probe.cell import Cell, shape
 from probe.stats import is_settled, is_steady
 from probe.verdict import MIN_STEPS, Card, spill
 from trainer import checkpoint, device, nvml
-from trainer.config import OptimizerConfig, clip_for
+from trainer.config import OptimizerConfig, StepConfig, clip_for
 from trainer.errors import UserError, is_out_of_memory
 from trainer.log import process_seconds
 from trainer.pace import Pace, StepTimes
 from trainer.step import TrainStep
+from trainer.team import Team
 from trainer.tokens import Tokens, feed
 from trainer.usage import Claim
 
+ALONE = Team()
 WARM_S = 0.5
 """Least warm-up: an H200 needs about as long to raise its clock from idle."""
 MAX_STEPS = 200
@@ -73,27 +75,32 @@ def disk_rate(folder: Path, size: int = 1 << 28) -> float | None:
         return None
 
 
-def fed(cell: Cell, where: torch.device) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
-    """(a batch to evaluate, each step's tokens) of random ids, the way a run feeds its own: on an H200 the
-    stream that copies them takes 73 MB of the card, which tokens made there would not show."""
-    ids = np.random.default_rng(0).integers(cell.vocab, size=2 * cell.batch * cell.length + 1, dtype=np.uint32)
+def fed(cell: Cell, where: torch.device, share: StepConfig | None = None) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
+    """(a batch to evaluate, each step's tokens) of random ids, for a process's `share` of the cell's step if it is not all,
+    the way a run feeds its own: on an H200 the stream that copies them takes 73 MB of the card, which tokens made there
+    would not show."""
+    step = share or cell.step
+    ids = np.random.default_rng(0).integers(cell.vocab, size=2 * step.batch * step.length + 1, dtype=np.uint32)
     tokens = Tokens(ids, cell.vocab, "random")
-    return torch.from_numpy(tokens.fixed(cell.batch, cell.length, 1)[0]), feed(tokens, cell.step, 0, where)
+    return torch.from_numpy(tokens.fixed(step.batch, step.length, 1)[0]), feed(tokens, step, 0, where)
 
 
 class _Spilled(Exception):
     """The cell has certainly spilled: no more of it need be run."""
 
 
-def measure(cell: Cell, name: str, uuid: str, seconds: float, card: Card, slow_s: float | None, report) -> dict:
+def measure(cell: Cell, name: str, uuid: str, seconds: float, card: Card, slow_s: float | None, report,
+            team: Team = ALONE) -> dict:
     """Runs the step that trains until its time is known, for about `seconds`; returns the measured fields of a record.
 
     `report` is told of each step, so that a process which dies leaves what it had measured. A cell that has certainly
-    spilled is left at once: by its memory, or by three steps past `slow_s`. Exceptions of torch pass through.
+    spilled is left at once: by its memory, or by three steps past `slow_s`. Exceptions of torch pass through. In a `team`
+    that has joined, this process does its share of each step, and what it tells is its own.
     """
     start_up_s = process_seconds()
     claim = Claim()
-    where = device.resolve(name)
+    where = team.place(device.resolve(name))
+    share = team.seat.equal(cell.step)
     free = nvml.free_bytes(uuid) if where.type == "cuda" else _available_bytes()
     report({"free_at_start_bytes": free, "setting_up": True})
     claim.begin(where, uuid)
@@ -117,7 +124,8 @@ def measure(cell: Cell, name: str, uuid: str, seconds: float, card: Card, slow_s
     def run_until(times: list[StepTimes], enough) -> None:
         nonlocal looked
         begin = time.perf_counter()
-        while not enough(time.perf_counter() - begin):
+        team.agree(False)  # a team's answer is that of the last question, which was another loop's
+        while not team.agree(enough(time.perf_counter() - begin)):
             finished = pace.run(next(steps), 1e-5)
             if finished:
                 times.append(finished)
@@ -138,8 +146,8 @@ def measure(cell: Cell, name: str, uuid: str, seconds: float, card: Card, slow_s
             step, window, steps = anystep.AnyStep(cell, where), None, itertools.repeat(None)
         else:
             # the update's cost doesn't depend on the rate, and a tiny one keeps the loss finite on random tokens
-            step = TrainStep(shape(cell), cell.step, OptimizerConfig(1e-5, clip=clip_for(cell.step)), where)
-            window, steps = fed(cell, where)
+            step = TrainStep(shape(cell), share, OptimizerConfig(1e-5, clip=clip_for(share)), where, team=team)
+            window, steps = fed(cell, where, share)
         pace = Pace(step)
         device.synchronize(where)
         report({"setting_up": False})

@@ -40,7 +40,7 @@ class Situation:
     `engine` why they can't run here, `tokens` those left to train on, `checkpoints_there` of this very run, `others` the
     bytes that each other process holds on the card by pid, `busy_percent` how busy they keep it, `busy_share` the share of
     the processor's cores that others keep busy, `run_problem` why no run can start in its folder, `held` whether another
-    process runs in it, `processes` how many train together.
+    process runs in it.
     """
 
     plan: Plan
@@ -66,7 +66,6 @@ class Situation:
     busy_share: float | None = None
     run_problem: str | None = None
     held: bool | None = None
-    processes: int = 1
 
 
 def _power(s: Situation) -> Finding:
@@ -94,13 +93,6 @@ def _card(s: Situation) -> Finding | None:
         return Finding("warn", "card", f"planned on {s.plan.device}, this is {s.fingerprint}: the forecast is not for it; "
                                        f"measure and plan here")
     return Finding("ok", "card", s.fingerprint)
-
-
-def _team(s: Situation) -> Finding | None:
-    if s.processes == s.plan.gpus:
-        return None
-    return Finding("warn", "team", f"planned for {s.plan.gpus} and started as {s.processes}: the forecast is not for it; plan "
-                                   f"with --gpus {s.processes}")
 
 
 def _build(s: Situation) -> Finding:
@@ -236,7 +228,7 @@ def _run_folder(s: Situation) -> Finding | None:
     return Finding("refuse", "run folder", s.run_problem) if s.run_problem else Finding("ok", "run folder", "free")
 
 
-POINTS = (_power, _precision, _card, _team, _build, _engine, _software, _model, _memory, _limit, _data, _disk, _others, _thermal,
+POINTS = (_power, _precision, _card, _build, _engine, _software, _model, _memory, _limit, _data, _disk, _others, _thermal,
           _processor, _lock, _run_folder)
 
 

@@ -128,7 +128,7 @@ def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, dev
     team = Team(Seat.of(os.environ))
     out = Output(as_json, team.seat.leads)
     from trainer import audit as checklist
-    from trainer.device import resolve
+    from trainer.device import facts, resolve, team_name
     from trainer.ledger import words
     from trainer.log import RunFolder, default_run, describe, receipt_rows
     from trainer.look import look
@@ -150,8 +150,9 @@ def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, dev
     out.say(f"data {data}: {len(tokens.ids):,} tokens, each seen {seen:.1f} times; {len(held.ids):,} held back to validate")
     if resume:
         RunFolder.resume(folder_path, plan)
-    team.seat.share(plan.step)
-    situation = look(plan, where, folder_path, resume, allow_battery, tokens=len(tokens.ids), processes=team.seat.size)
+    team.seat.share(plan)
+    situation = look(plan, where, folder_path, resume, allow_battery, tokens=len(tokens.ids),
+                     fingerprint=team_name(facts(where).fingerprint, team.seat.size))
     if not team.seat.leads:
         situation = replace(situation, held=None, run_problem=None)
     findings = checklist.judge(situation)

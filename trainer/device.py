@@ -65,6 +65,18 @@ def cpu_name() -> str:
     return f"{name or platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
+def team_name(fingerprint: str, size: int) -> str:
+    """What `size` devices of a kind are called that train one model together: a device of their own, with a folder of its
+    own under results/."""
+    return fingerprint if size == 1 else f"{fingerprint}-x{size}"
+
+
+def team_size(name: str) -> int:
+    """How many devices are meant by what team_name gave."""
+    match = re.search(r"-x([1-9]\d{0,5})$", name)
+    return int(match[1]) if match else 1
+
+
 def lacks_kernels(capability: tuple[int, int], arch_list: list[str]) -> str | None:
     """Why a build made for `arch_list` ("sm_60", ...) can't run on a card of `capability`; None if it can.
 

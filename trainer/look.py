@@ -20,7 +20,7 @@ LOAD_S = 0.3
 def look(plan: Plan, where, run: Path, resume: bool = False, allow_battery: bool = False, **known) -> Situation:
     """What `plan` would meet on the torch device `where` (None: there is none that can run it) and in the folder `run`;
     `known` are fields of the Situation that the caller has."""
-    seen = known | _on(plan, where) if where is not None else known
+    seen = (_on(plan, where) if where is not None else {}) | known
     return Situation(
         plan=plan, on_battery=on_battery(), allow_battery=allow_battery, tf32=_tf32(), disk_free_bytes=_disk_free(run),
         checkpoints_there=min(KEEP, len(list((run / "checkpoints").glob("step-????????")))) if resume else 0,

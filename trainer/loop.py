@@ -31,8 +31,8 @@ LOOK_S = 20.0
 
 
 class Run:
-    """A plan that is being run, by this process or by a team of them, of which the first writes. `say` takes lines that stay,
-    `live` the line that changes."""
+    """A plan that is being run, by this process or by a team of them, of which the first writes. `say` takes lines that
+    stay, `live` the line that changes."""
 
     def __init__(self, plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, claim: Claim, team: Team, say,
                  live) -> None:
@@ -40,8 +40,9 @@ class Run:
         self.plan, self.tokens, self.folder, self.where, self.claim = plan, tokens, folder, where, claim
         self.say, self.live, self.team, self.leads = say, live, team, team.seat.leads
         self.facts = device.facts(where)
+        self.ran_on = device.team_name(self.facts.fingerprint, team.seat.size)
         claim.begin(where, self.facts.uuid)
-        self.step = TrainStep(plan.model, team.seat.share(plan.step), plan.optimizer, where, SEED, team)
+        self.step = TrainStep(plan.model, team.seat.share(plan), plan.optimizer, where, SEED, team)
         self.data = {"training": identity(tokens), "validation": identity(held)}
         windows = held.fixed(plan.step.batch, plan.step.length, eval_batches(plan.corpus_tokens, plan.step))
         self.evaluated = sum(len(b) for b in windows)
@@ -77,7 +78,7 @@ class Run:
         self.ledger.add("start_up_s", ready_s)
         if self.leads:
             write_json(self.folder.path / "process.json", {
-                "pid": os.getpid(), "started_at": round(time.time() - ready_s, 3), "ran_on": self.facts.fingerprint})
+                "pid": os.getpid(), "started_at": round(time.time() - ready_s, 3), "ran_on": self.ran_on})
         self.log = RunLog(self.folder.path, self.say, self.leads)
         done, plan = self.start, self.plan
         with contextlib.closing(self.log), Stop() as stop:
@@ -255,8 +256,7 @@ class Run:
             "checkpoint_s": spent["checkpoint_s"], "checkpoint_write_s": self.wrote_before_s + self.saver.write_s,
             "ledger": self.ledger.paper(seconds), "first_val_loss": self.first_loss, "val_loss": self.val_loss,
             "loss": self.loss, "checkpoint_failures": self.saver.failures, "out_of_memory": self.out_of_memory,
-            "troubles": self.troubles, "software": self.facts.software, "ran_on": self.facts.fingerprint,
-            "processes": self.team.seat.size})
+            "troubles": self.troubles, "software": self.facts.software, "ran_on": self.ran_on})
 
 
 def last_good(run: Path) -> str:

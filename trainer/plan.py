@@ -68,7 +68,7 @@ class Predicted:
 @dataclass(frozen=True)
 class Plan:
     """Written by `plan`, run by `train`; the fields are those of the plan's JSON. `eval` and `checkpoint` are cadences in
-    steps, `software` what the pick was measured with, `gpus` how many cards share each step."""
+    steps, `software` what the pick was measured with."""
 
     schema: int
     at: str
@@ -89,7 +89,6 @@ class Plan:
     records_sha256: str
     calibration: dict
     software: dict = dataclasses.field(default_factory=dict)
-    gpus: int = 1
 
     @classmethod
     def load(cls, path: Path | str) -> "Plan":
@@ -119,7 +118,7 @@ class Plan:
                 Predicted, {k: from_fields(Span, v, f"predicted {k}") for k, v in predicted.items()
                             if k in ("tok_s", "peak_bytes", "hours")}, "predicted")
         plan = from_fields(cls, values, "it")
-        for name in ("corpus_tokens", "steps", "eval", "checkpoint", "limit_bytes", "gpus"):
+        for name in ("corpus_tokens", "steps", "eval", "checkpoint", "limit_bytes"):
             value = getattr(plan, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} is {value!r}; it must be a whole number of 1 or more")

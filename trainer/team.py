@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from trainer.config import StepConfig
+from trainer.device import team_size
 from trainer.errors import UserError
+from trainer.plan import Plan
 
 PATIENCE = timedelta(hours=1)
 """How long one waits for another: the first writes checkpoints while the others wait."""
@@ -41,10 +43,19 @@ class Seat:
         """Whether this process is the one that speaks and writes."""
         return self.rank == 0
 
-    def share(self, step: StepConfig) -> StepConfig:
-        """What each of the team does of a step: fewer micro-steps, or where they can't be dealt out evenly, smaller ones.
+    def share(self, plan: Plan) -> StepConfig:
+        """What each of the team does of a planned step: of one that was planned for so many, an equal part of each
+        micro-step, as was measured; of another, fewer micro-steps, or where they can't be dealt out evenly, smaller ones.
         UserError if the step's sequences can't be dealt out evenly at all."""
-        together = math.gcd(step.accum, self.size)
+        return self.equal(plan.step) if team_size(plan.device) == self.size else self._part(
+            plan.step, math.gcd(plan.step.accum, self.size))
+
+    def equal(self, step: StepConfig) -> StepConfig:
+        """An equal part of each micro-step."""
+        return self._part(step, 1)
+
+    def _part(self, step: StepConfig, together: int) -> StepConfig:
+        """The step where `together` of the team make a micro-step each at a time."""
         if step.batch % (self.size // together):
             raise UserError(f"a step of {step.batch} x {step.accum} sequences can't be dealt out evenly to {self.size} "
                             f"processes; start as many as divide {step.batch * step.accum}, or plan with --gpus {self.size}")
