@@ -29,13 +29,14 @@ records_option = click.option("--records", "files", multiple=True, type=click.Pa
 @click.option("--limit", metavar="5GB", help="Memory that may be used.  [default: 97% of the cliff]")
 @click.option("--device", metavar="NAME", help="Device to plan for: a folder under results/.  [default: this machine's]")
 @click.option("--gpus", type=click.IntRange(1, 1024), metavar="N", help="Cards that share each step (train: torchrun).")
+@click.option("--sharded", is_flag=True, help="With --gpus: each keeps a part of the weights and moments only.")
 @records_option
 @results_option
 @click.option("--out", "out_path", default="results/plan.json", show_default=True, type=click.Path(path_type=Path),
               metavar="FILE", help="The plan to write.")
 @json_option
 @click.pass_context
-def cli(ctx, corpus, hours, epochs, model, vocab, length, tokens_per_step, limit, device, gpus, files, results,
+def cli(ctx, corpus, hours, epochs, model, vocab, length, tokens_per_step, limit, device, gpus, sharded, files, results,
         out_path, as_json) -> None:
     """Choose the sweet spot among measured cells, and forecast the hours of a corpus."""
     if ctx.invoked_subcommand:
@@ -53,6 +54,8 @@ def cli(ctx, corpus, hours, epochs, model, vocab, length, tokens_per_step, limit
 
     if (corpus is None) == (hours is None):
         raise click.UsageError("a plan needs either --corpus (tokens, such as 100M, or a token file) or --hours")
+    if sharded and (gpus or 1) == 1:
+        raise click.UsageError("--sharded needs --gpus N, the cards to share the weights out to")
     if not math.isfinite(epochs):
         raise click.UsageError(f"--epochs {epochs} must be a number above 0")
     out = Output(as_json)
@@ -62,7 +65,7 @@ def cli(ctx, corpus, hours, epochs, model, vocab, length, tokens_per_step, limit
         tokens_per_step=given(tokens_per_step, parse_count, "--tokens-per-step"),
         limit_bytes=given(limit, parse_bytes, "--limit"))
     vocab = given(vocab, parse_count, "--vocab")
-    records, known = at_hand.read(results, files, device, out.say, gpus)
+    records, known = at_hand.read(results, files, device, out.say, gpus, sharded)
     models = [name.strip() for name in model.split(",")] if model else [None]
     forecasts = {}
     if len(models) > 1:

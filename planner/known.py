@@ -10,7 +10,7 @@ from probe import records, soak
 from probe.cliff import Cliff
 from probe.records import Record
 from probe.soak import Soak
-from trainer.device import choose, team_name, team_size
+from trainer.device import choose, one_of_team, team_name, team_size
 from trainer.errors import NoPlan, UserError
 from trainer.files import read_json
 from trainer.units import parse_count
@@ -43,12 +43,12 @@ class Known:
 
 
 def read(results: Path, files: tuple[Path, ...], device: str | None, say,
-         gpus: int | None = None) -> tuple[list[Record], Known]:
+         gpus: int | None = None, sharded: bool = False) -> tuple[list[Record], Known]:
     """(the records of one device, oldest first, what else is known of it); UserError if there are none. Of `files`, or of
     the device's folder under `results`; `device` as in trainer.device.choose. With `gpus`, of so many of the device
-    together, or where they were not measured so, assumed from one's."""
+    together, or where they were not measured so, assumed from one's; `sharded` ones must have been measured."""
     if files:
-        found = records.of_devices(files, lambda names: _of_team(names, choose(names, device, True), gpus), say)
+        found = records.of_devices(files, lambda names: _of_team(names, choose(names, device, True), gpus, sharded), say)
         name = found[0].device if found else ""
         around = [f.resolve().parent for f in files]
         folder = next((f for f in around if f.name == name), around[0].parent / name)
@@ -56,7 +56,7 @@ def read(results: Path, files: tuple[Path, ...], device: str | None, say,
         folders = {p.parent.name: p for p in sorted(results.glob("*/records.jsonl"))}
         if not folders:
             raise UserError(f"no records in {results}/*/records.jsonl; `probe grid --model 150M` measures some")
-        name = _of_team(list(folders), choose(list(folders), device, False), gpus)
+        name = _of_team(list(folders), choose(list(folders), device, False), gpus, sharded)
         found, folder = [r for r in records.load(folders[name], say) if r.device == name], results / name
     if not found:
         raise UserError(f"no records in {', '.join(map(str, files)) or folder}; `probe grid --model 150M` measures some")
@@ -67,16 +67,17 @@ def read(results: Path, files: tuple[Path, ...], device: str | None, say,
         tuple(calibration.read(results / "runs", say)), tuple(soaks), gpus if is_assumed else 0)
 
 
-def _of_team(names: list[str], chosen: str, gpus: int | None) -> str:
+def _of_team(names: list[str], chosen: str, gpus: int | None, sharded: bool) -> str:
     """The name of `gpus` of the `chosen` device together if it is among the names, else that of one; UserError if there is
     neither."""
-    if gpus is None or team_size(chosen) == gpus:
+    if gpus is None:
         return chosen
-    one = chosen.removesuffix(f"-x{team_size(chosen)}")
-    found = next((name for name in (team_name(one, gpus), one) if name in names), None)
+    one = one_of_team(chosen)
+    team = team_name(one, gpus, sharded)
+    found = next((name for name in (team, one) if name in names and (name == team or not sharded)), None)
     if found is None:
-        raise UserError(f"no records of {gpus} of {one} together, nor of one; there are {', '.join(names)}; probe grid "
-                        f"--nproc {gpus} measures them")
+        raise UserError(f"no records of {team}{'' if sharded else f', nor of {one}'}; there are {', '.join(names)}; probe "
+                        f"grid --nproc {gpus}{' --sharded' * sharded} measures them")
     return found
 
 

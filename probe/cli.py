@@ -46,7 +46,7 @@ def cli() -> None:
 
 
 @contextlib.contextmanager
-def _device(results: Path, device: str | None, size: int = 1):
+def _device(results: Path, device: str | None, size: int = 1, is_sharded: bool = False):
     """(workers, facts, store, extra) of a device, or of `size` of its kind as one, its folder made."""
     from probe.grid import look
     from probe.store import Store
@@ -59,7 +59,7 @@ def _device(results: Path, device: str | None, size: int = 1):
         raise UserError(f"--results {results}: {e.strerror or e}; name a folder that can be written") from None
     with Workers() as workers:
         facts, extra = look(workers, device, results)
-        facts = dataclasses.replace(facts, fingerprint=team_name(facts.fingerprint, size))
+        facts = dataclasses.replace(facts, fingerprint=team_name(facts.fingerprint, size, is_sharded))
         yield workers, facts, Store(results, facts, extra), extra
 
 
@@ -132,11 +132,12 @@ def cliff(device, results, as_json) -> None:
 @click.option("--again", is_flag=True, help="Measure again what has been measured.")
 @click.option("--nproc", default=1, show_default=True, type=click.IntRange(1, 1024), metavar="N",
               help="Cards that share each step, through torchrun; --batch is each one's part.")
+@click.option("--sharded", is_flag=True, help="Each of them keeps a part of the weights and moments only.")
 @device_option
 @results_option
 @json_option
 def grid(models, step, batches, lengths, accums, engines, recomputes, update, vocab, limit, seconds, every_cell, again,
-         nproc, device, results, as_json) -> None:
+         nproc, sharded, device, results, as_json) -> None:
     """Measure peak memory and tok/s over batch, length and model size, and find the fastest cell that fits.
 
     Few cells are measured: those that the pick needs, and its neighbours. Each runs in a process of its own and is on disk
@@ -161,6 +162,8 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
     asked = given(limit, parse_bytes, "--limit")
     cells = _cells(models or step, batches, lengths, "1" if accums is None else accums, engines, recomputes, vocab, update,
                    nproc)
+    if sharded and nproc == 1:
+        raise click.UsageError("--sharded needs --nproc N, the cards to share the weights out to")
     if nproc > 1 and (step or update == "backward"):
         raise UserError("--nproc shares out a step of ours, which updates after its backward pass: leave --step and "
                         "--update out")
@@ -170,7 +173,7 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
                             "--step has its own engine, recomputation, accumulation and update: leave those options out")
         if refusal := refuse_update(cell.step, OptimizerConfig(1e-5, clip=clip_for(cell.step))):
             raise UserError(f"--update backward: {refusal}")
-    with _device(results, device, nproc) as (workers, facts, store, _), alone(facts):
+    with _device(results, device, nproc, sharded) as (workers, facts, store, _), alone(facts):
         for engine in _names(engines):
             if refusal := refuse_engine(engine, facts.kind, facts.capability):
                 raise UserError(refusal)

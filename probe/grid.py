@@ -177,7 +177,7 @@ class Bench:
         others = [r for r in self.newest.values() if r.cell != cell]
         slow_s = slow_step_s(cell, self.card, others)
         if self.size > 1:
-            outcome = self.workers.run("probe.together:measure", (cell, self.device, self.seconds, self.size),
+            outcome = self.workers.run("probe.together:measure", (cell, self.device, self.seconds, self.facts.fingerprint),
                                        START_S + 12 * self.seconds, not self.card.is_card)
         else:
             outcome = self.workers.run(

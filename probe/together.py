@@ -1,6 +1,6 @@
 """Measures one cell by several processes, started by torchrun as their training is.
 
-    python -m torch.distributed.run ... -m probe.together FOLDER DEVICE SECONDS CELL
+    python -m torch.distributed.run ... -m probe.together FOLDER DEVICE SECONDS TEAM CELL
 
 is what each of them runs; the first leaves what was measured in FOLDER.
 """
@@ -15,16 +15,18 @@ import threading
 from pathlib import Path
 
 from probe.cell import Cell
+from trainer.device import is_sharded, team_size
 
 PEAKS = ("allocated_peak_bytes", "reserved_peak_bytes", "device_peak_bytes")
 
 
-def measure(cell: Cell, device: str, seconds: float, size: int, report) -> dict:
-    """As probe.measure.measure, by `size` processes: times of the first, peaks of the largest. Nothing is told meanwhile."""
+def measure(cell: Cell, device: str, seconds: float, name: str, report) -> dict:
+    """As probe.measure.measure, by the team called `name`: times of the first, peaks of the largest. Nothing is told
+    meanwhile."""
     report({"setting_up": True})
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "--", "-m",
-                   "probe.together", folder, device, str(seconds), json.dumps(dataclasses.asdict(cell))]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(team_size(name)),
+                   "--", "-m", "probe.together", folder, device, str(seconds), name, json.dumps(dataclasses.asdict(cell))]
         done = subprocess.run(command, stdin=_held_open(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         answer = Path(folder) / "measured.json"
         if answer.exists():
@@ -47,7 +49,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def main(folder: str, device: str, seconds: str, cell: str) -> None:
+def main(folder: str, device: str, seconds: str, name: str, cell: str) -> None:
     """One process of several."""
     from probe.measure import measure as alone
     from probe.verdict import Card
@@ -56,7 +58,7 @@ def main(folder: str, device: str, seconds: str, cell: str) -> None:
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
     seat = Seat.of(os.environ)
-    team = Team(seat)
+    team = Team(seat, is_sharded(name))
     try:
         where = team.place(resolve(device))
         team.join(where)

@@ -3,6 +3,7 @@ rounding however many they are, one log, one receipt, one voice."""
 
 import itertools
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import make_record, write_records
-from runs import STEPS, end_state, log, make_home, options, receipt, run_command
+from runs import STEPS, end_state, log, make_home, options, receipt, run_command, train
 from safetensors.numpy import load
 
 from trainer import checkpoint
@@ -63,23 +64,33 @@ def test_two_processes_train_as_one_does(home):
     assert receipt(home / "two")["tokens"] == receipt(home / "whole")["tokens"]
 
 
-def test_what_two_began_one_ends_and_three_could(home):
-    """Asked to stop, they agree on the step after which they do."""
-    process = subprocess.Popen(torchrun(home, 2, "begun"), **options(home))
-    path = home / "begun" / "log.jsonl"
+def test_weights_shared_out_train_as_whole_ones_whoever_goes_on(home):
+    """FSDP2, asked for by the device that was planned for: stopped by SIGTERM after a step that the processes agree on,
+    gone on with by two, and at the end again by one alone."""
+    plan = json.loads((home / "plan.json").read_text())
+    (home / "sharded.json").write_text(json.dumps(plan | {"device": "cpu-x-x2-sharded"}))
+    command = torchrun(home, 2, "sharded", "--plan", "sharded.json")
+    process = subprocess.Popen(command, **options(home))
+    path = home / "sharded" / "log.jsonl"
     while not path.exists() or path.read_text().count('"step"') < 20:
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert "stopped after step" in out, err
-    stopped = checkpoint.newest(home / "begun")[0]["step"]
+    stopped = checkpoint.newest(home / "sharded")[0]["step"]
     assert 0 < stopped < STEPS
-    done = subprocess.run(run_command(home, "begun", "--resume"), timeout=120, **options(home))
+    done = subprocess.run([*command, "--resume"], timeout=200, **options(home))
     assert done.returncode == 0, done.stderr
     assert f"resuming after step {stopped}" in done.stdout
-    assert losses(home / "begun") == pytest.approx(losses(home / "whole"), abs=ROUNDING)
-    ended, whole = (load(end_state(home / name)) for name in ("begun", "whole"))
+    assert receipt(home / "sharded")["ran_on"].endswith("-x2-sharded")
+    assert losses(home / "sharded") == pytest.approx(losses(home / "whole"), abs=ROUNDING)
+    shutil.rmtree(sorted((home / "sharded" / "checkpoints").iterdir())[-1])
+    (home / "sharded" / "receipt.json").unlink()
+    done = train(home, "sharded", "--plan", "sharded.json", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert losses(home / "sharded")[-3:] == pytest.approx(losses(home / "whole")[-3:], abs=ROUNDING)
+    ended, whole = (load(end_state(home / name)) for name in ("sharded", "whole"))
     assert all(np.allclose(ended[name], whole[name], atol=1e-3) for name in whole if name.startswith("model."))
 
 
@@ -162,7 +173,7 @@ def test_cards_that_were_measured_together_are_planned_from_that(command, tmp_pa
 def test_a_team_that_nobody_measured_is_refused(refused, tmp_path):
     write_records(tmp_path / "results" / "card-x2" / "records.jsonl", [make_record(device="card-x2")])
     line = refused(2, "plan", "--corpus", "1M", "--device", "card-x2", "--gpus", "4")
-    assert "no records of 4 of card together, nor of one; there are card-x2" in line
+    assert "no records of card-x4, nor of card; there are card-x2" in line
 
 
 def test_a_cell_is_measured_by_two_as_two_train_it(command, tmp_path):

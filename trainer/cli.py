@@ -128,7 +128,7 @@ def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, dev
     team = Team(Seat.of(os.environ))
     out = Output(as_json, team.seat.leads)
     from trainer import audit as checklist
-    from trainer.device import facts, resolve, team_name
+    from trainer.device import facts, is_sharded, resolve, team_name
     from trainer.ledger import words
     from trainer.log import RunFolder, default_run, describe, receipt_rows
     from trainer.look import look
@@ -140,6 +140,7 @@ def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, dev
     if not team.seat.leads:
         team.join(where)  # what is wrong with the input is told once, by the first, before it joins
     plan = Plan.load(plan_path)
+    team.is_sharded = is_sharded(plan.device) and team.seat.size > 1
     from trainer.data import open_data
     from trainer.loop import run
 
@@ -152,7 +153,7 @@ def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, dev
         RunFolder.resume(folder_path, plan)
     team.seat.share(plan)
     situation = look(plan, where, folder_path, resume, allow_battery, tokens=len(tokens.ids),
-                     fingerprint=team_name(facts(where).fingerprint, team.seat.size))
+                     fingerprint=team_name(facts(where).fingerprint, team.seat.size, team.is_sharded))
     if not team.seat.leads:
         situation = replace(situation, held=None, run_problem=None)
     findings = checklist.judge(situation)

@@ -65,16 +65,29 @@ def cpu_name() -> str:
     return f"{name or platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
-def team_name(fingerprint: str, size: int) -> str:
+_TEAM = re.compile(r"-x([1-9]\d{0,5})(-sharded)?$")
+
+
+def team_name(fingerprint: str, size: int, is_sharded: bool = False) -> str:
     """What `size` devices of a kind are called that train one model together: a device of their own, with a folder of its
     own under results/."""
-    return fingerprint if size == 1 else f"{fingerprint}-x{size}"
+    return fingerprint if size == 1 else f"{fingerprint}-x{size}" + "-sharded" * is_sharded
 
 
 def team_size(name: str) -> int:
     """How many devices are meant by what team_name gave."""
-    match = re.search(r"-x([1-9]\d{0,5})$", name)
+    match = _TEAM.search(name)
     return int(match[1]) if match else 1
+
+
+def is_sharded(name: str) -> bool:
+    """Whether those are meant that keep a part of the weights each."""
+    return name.endswith("-sharded")
+
+
+def one_of_team(name: str) -> str:
+    """What one of those is called."""
+    return _TEAM.sub("", name)
 
 
 def lacks_kernels(capability: tuple[int, int], arch_list: list[str]) -> str | None:

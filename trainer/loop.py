@@ -40,13 +40,13 @@ class Run:
         self.plan, self.tokens, self.folder, self.where, self.claim = plan, tokens, folder, where, claim
         self.say, self.live, self.team, self.leads = say, live, team, team.seat.leads
         self.facts = device.facts(where)
-        self.ran_on = device.team_name(self.facts.fingerprint, team.seat.size)
+        self.ran_on = device.team_name(self.facts.fingerprint, team.seat.size, team.is_sharded)
         claim.begin(where, self.facts.uuid)
         self.step = TrainStep(plan.model, team.seat.share(plan), plan.optimizer, where, SEED, team)
         self.data = {"training": identity(tokens), "validation": identity(held)}
         windows = held.fixed(plan.step.batch, plan.step.length, eval_batches(plan.corpus_tokens, plan.step))
         self.evaluated = sum(len(b) for b in windows)
-        self.windows = [torch.from_numpy(b) for b in windows[team.seat.rank::team.seat.size]]
+        self.windows = team.seat.deal([p for b in windows for p in torch.from_numpy(b).split(self.step.step.batch)])
         self.start, self.before_s, self.first_loss = 0, 0.0, None
         self.loss = self.val_loss = math.nan
         self.ledger, self.wrote_before_s = Ledger({}), 0.0
@@ -212,8 +212,8 @@ class Run:
         """Of each evaluation batch, times its windows; in smaller ones if memory has run out."""
         while True:
             try:
-                return [float(self.step.evaluate(piece)) * len(piece)
-                        for b in self.windows for piece in b.split(self.step.step.batch)]
+                return [float(self.step.evaluate(piece)) * len(piece) * counts
+                        for b, counts in self.windows for piece in b.split(self.step.step.batch)]
             except (RuntimeError, MemoryError) as e:
                 if not self.lightens(e):
                     raise
@@ -225,10 +225,10 @@ class Run:
         self.peaks.update({name: self.team.largest(value) for name, value in peaks.items()})
 
     def save(self, number: int) -> None:
+        before_s, state = self.saver.held_s, self.step.named_state()
         if not self.leads:
             return
-        before_s = self.saver.held_s
-        self.saver.save(number, self.step.named_state(), {
+        self.saver.save(number, state, {
             "seconds": self.before_s + process_seconds(), "first_val_loss": self.first_loss, "val_loss": self.val_loss,
             "data": self.data, "ledger": self.ledger.spent, "checkpoint_write_s": self.wrote_before_s + self.saver.write_s})
         self.held(number, before_s)

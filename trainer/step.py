@@ -1,12 +1,11 @@
 """The step that is measured and that trains: micro-steps, clip, optimizer."""
 
-import contextlib
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
+from trainer import parallel
 from trainer.config import ENGINES, RECOMPUTES, ModelConfig, OptimizerConfig, StepConfig, refuse_update
 from trainer.device import lock_fp32, refuse_engine, settle_heap
 from trainer.errors import UserError
@@ -36,12 +35,8 @@ class TrainStep:
             settle_heap()
         self.step, self.device, self.clip, self.team = step, device, optimizer.clip, team
         self.model = Decoder(model, step.length, device, seed)
-        self._body = torch.compile(self.model, dynamic=False) if step.engine == "compile" else self.model
-        self._by_hand = [self.model.embedding, self.model.norm]  # gradients that autograd has no part in
-        if team.seat.size > 1 and step.engine == "graph":  # a graph has no hooks: all are exchanged after it
-            self._by_hand = list(self.model.parameters())
-        elif team.seat.size > 1:
-            self._body = _parallel(self._body, self._by_hand)
+        body = torch.compile(self.model, dynamic=False) if step.engine == "compile" else self.model
+        self._body, self._by_hand = parallel.spread(self.model, body, step, team)
         self._graphs: list[tuple[torch.cuda.CUDAGraph, Tensor]] = []
         self._side = self._tokens = None
 
@@ -56,8 +51,9 @@ class TrainStep:
             for p in self.model.blocks.parameters():  # the head's gradients are made by hand
                 p.register_post_accumulate_grad_hook(self._update)
         else:
-            groups = [{"params": [p for p, d in zip(parameters, decay, strict=True) if d == value], "weight_decay": value}
-                      for value in sorted(set(decay))]
+            kinds = [(d, parallel.is_part(p)) for p, d in zip(parameters, decay, strict=True)]
+            groups = [{"params": [p for p, k in zip(parameters, kinds, strict=True) if k == kind], "weight_decay": kind[0]}
+                      for kind in sorted(set(kinds))]
             one = adamw(groups, 0.0)
             self._optimizers = dict.fromkeys(parameters, one)
 
@@ -76,7 +72,7 @@ class TrainStep:
         self.team.average_([loss, *(p.grad for p in self._by_hand)])
         norm = None
         if self.clip is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            norm = parallel.clip(list(self.model.parameters()), self.clip)
         if self.step.update == "backward":
             for p in (self.model.norm, self.model.embedding):
                 self._update(p)
@@ -98,8 +94,7 @@ class TrainStep:
         """Loss and gradients of one micro-step; a team exchanges what its blocks have summed up during the last one. The
         tied embedding's two gradients go into one buffer: the head's first, chunk by chunk as the loss is made, then the
         looked-up rows'."""
-        is_quiet = not is_last and isinstance(self._body, DistributedDataParallel)
-        with self._body.no_sync() if is_quiet else contextlib.nullcontext():
+        with parallel.exchange(self._body, is_last):
             return self._gradients(tokens)
 
     def _gradients(self, tokens: Tensor) -> Tensor:
@@ -175,28 +170,24 @@ class TrainStep:
             self._graphs.append((graph, loss))
 
     def named_state(self) -> dict[str, Tensor]:
-        """Every tensor that a checkpoint needs, by name; the optimizer's are there once it has stepped."""
+        """Every tensor that a checkpoint needs, by name; the optimizer's are there once it has stepped. A sharded team asks
+        all at once, and the first gets them, in host memory."""
         tensors = {}
         for name, parameter in self.model.named_parameters():
+            values = self._optimizers[parameter].state.get(parameter, {})
             tensors[f"model.{name}"] = parameter.detach()
-            for key, value in self._optimizers[parameter].state.get(parameter, {}).items():
-                tensors[f"{key}.{name}"] = value
-        return tensors
+            tensors |= {f"{key}.{name}": value for key, value in values.items()}
+        if not self.team.is_sharded:
+            return tensors
+        wholes = ((name, parallel.whole(tensor)) for name, tensor in tensors.items())  # one at a time
+        return {name: tensor.cpu() for name, tensor in wholes if self.team.seat.leads}
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Takes what named_state gave; KeyError or RuntimeError if it was another model's."""
         for name, parameter in self.model.named_parameters():
-            parameter.copy_(tensors[f"model.{name}"])
+            weight = tensors[f"model.{name}"]
+            parameter.copy_(parallel.like(parameter, weight) if self.team.is_sharded else weight)
             state = {key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
             self._optimizers[parameter].state[parameter] = {
-                key: torch.empty(value.shape, device=self.device, dtype=value.dtype).copy_(value)
-                for key, value in state.items()}
-
-
-def _parallel(body: torch.nn.Module, by_hand: list[Tensor]) -> DistributedDataParallel:
-    """`body`, whose gradients are averaged over the team while its backward pass runs, but for those made `by_hand`, which
-    it would wait for in vain."""
-    for parameter in by_hand:
-        parameter.requires_grad_(False)
-    return DistributedDataParallel(body, gradient_as_bucket_view=True)
+                key: parallel.like(parameter, value) for key, value in state.items()}

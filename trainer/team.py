@@ -43,6 +43,13 @@ class Seat:
         """Whether this process is the one that speaks and writes."""
         return self.rank == 0
 
+    def deal(self, things: list) -> list[tuple]:
+        """This process's share of them as (thing, True); all get as many, the last of some being (another's, False), since
+        sharded ones have to work in step."""
+        rounds = -(-len(things) // self.size)
+        return [(things[i], True) if i < len(things) else (things[0], False)
+                for i in range(self.rank, rounds * self.size, self.size)]
+
     def share(self, plan: Plan) -> StepConfig:
         """What each of the team does of a planned step: of one that was planned for so many, an equal part of each
         micro-step, as was measured; of another, fewer micro-steps, or where they can't be dealt out evenly, smaller ones.
@@ -69,10 +76,11 @@ ALONE = Seat()
 
 
 class Team:
-    """The exchange between processes; alone, everything is as given. `join` comes before everything else."""
+    """The exchange between processes; alone, everything is as given. `join` comes before everything else. `is_sharded` says
+    that each keeps a part of the weights only."""
 
-    def __init__(self, seat: Seat = ALONE) -> None:
-        self.seat = seat
+    def __init__(self, seat: Seat = ALONE, is_sharded: bool = False) -> None:
+        self.seat, self.is_sharded = seat, is_sharded and seat.size > 1
         self._words = self._asked = None
 
     def place(self, device):
