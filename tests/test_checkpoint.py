@@ -162,7 +162,7 @@ BROKEN = """
 import itertools
 from trainer import step
 calls, real = itertools.count(1), step.TrainStep._forward_backward
-step.TrainStep._forward_backward = lambda self, tokens: real(self, tokens) * (float("nan") if next(calls) == 51 else 1)
+step.TrainStep._forward_backward = lambda self, *a: real(self, *a) * (float("nan") if next(calls) == 51 else 1)
 """
 
 
@@ -173,3 +173,20 @@ def test_a_loss_that_is_no_number_names_the_step_its_windows_and_the_last_good_c
     for words in ("loss nan", "at step 26", "windows 100 to 103", "epoch 0", "step-00000024", "lower lr"):
         assert words in done.stderr
     assert checkpoint.newest(home / "broken")[0]["step"] == 24
+
+
+def test_a_host_without_memory_for_the_copy_is_a_failed_write(tmp_path, monkeypatch):
+    """What is on a device is copied to the host first: the run goes on, and a later copy is tried again."""
+    said, real = [], torch.empty
+
+    def refuse(*shape, **options):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to")
+
+    saver = checkpoint.Saver(tmp_path, said.append)
+    there = {"model.a": real(3, device="meta")}
+    monkeypatch.setattr(torch, "empty", refuse)
+    saver.save(1, there, {})
+    saver.wait()
+    assert saver.failures == 1 and "no checkpoint: the host has no" in saver.last_failed
+    assert said == [f"{saver.last_failed}; the run goes on, and the checkpoints before it are still there"]
+    assert not (tmp_path / "checkpoints").exists()

@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-from trainer.errors import UserError
+from trainer.errors import UserError, is_out_of_memory
 from trainer.files import read_json, write_json
 from trainer.units import format_bytes
 
@@ -148,17 +148,11 @@ class Saver:
         self._thread: threading.Thread | None = None
 
     def save(self, step: int, tensors: dict, facts: dict) -> None:
-        import torch
-
         begin = time.perf_counter()
         self._join()
         if all(tensor.device.type == "cpu" for tensor in tensors.values()):
             self._write(step, tensors, facts)
-        else:
-            if not self._host:  # kept: into new memory an H200's host took 1.3 s for 1.8 GB, into this 0.3
-                self._host = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
-            for name, tensor in tensors.items():
-                self._host[name].copy_(tensor)
+        elif self._copy(tensors):
             self._thread = threading.Thread(target=self._write, args=(step, self._host, facts))
             self._thread.start()
         self.held_s += time.perf_counter() - begin
@@ -168,6 +162,27 @@ class Saver:
         begin = time.perf_counter()
         self._join()
         self.held_s += time.perf_counter() - begin
+
+    def _copy(self, tensors: dict) -> bool:
+        """Whether the host has taken a copy; where it has no memory for one that is a failure like a full disk's."""
+        import torch
+
+        try:
+            if not self._host:  # kept: into new memory an H200's host took 1.3 s for 1.8 GB, into this 0.3
+                self._host = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
+        except (RuntimeError, MemoryError) as e:
+            if not is_out_of_memory(type(e).__name__, str(e)):
+                raise
+            size = format_bytes(sum(t.nbytes for t in tensors.values()))
+            self._fail(f"no checkpoint: the host has no {size} of memory to copy it to")
+            return False
+        for name, tensor in tensors.items():
+            self._host[name].copy_(tensor)
+        return True
+
+    def _fail(self, why: str) -> None:
+        self.failures, self.last_failed = self.failures + 1, why
+        self._say(f"{why}; the run goes on, and the checkpoints before it are still there")
 
     def _join(self) -> None:
         if self._thread:
@@ -180,6 +195,5 @@ class Saver:
             save(self._run, step, tensors, facts)
             self.last_failed = None
         except Exception as e:  # whatever it was, a thread must not take it with it
-            self.failures, self.last_failed = self.failures + 1, str(e)
-            self._say(f"{e}; the run goes on, and the checkpoints before it are still there")
+            self._fail(str(e))
         self.write_s += time.perf_counter() - begin
