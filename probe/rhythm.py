@@ -72,12 +72,13 @@ def rhythm(samples: tuple[Sample, ...]) -> Rhythm:
     """What the readings, in order of time and at least one, look like; each stands for the time since the one before."""
     busy = busyness(samples)
     is_low = [b < LOW for b in busy]
-    high, low = ([b for b, l in zip(busy, is_low, strict=True) if l is which] for which in (False, True))
+    high, low = ([b for b in busy if (b < LOW) is which] for which in (False, True))
     stretches = _stretches(samples, is_low)
     share, average = len(low) / len(busy), mean(busy)
-    return Rhythm(_name(share, average, high, low, stretches), average, _mean(high), _mean(low), share,
-                  *(_mean([s.memory_bytes for s, l in zip(samples, is_low, strict=True)
-                           if l is which and s.memory_bytes is not None]) for which in (False, True)), stretches)
+    held = [[s.memory_bytes for s, b in zip(samples, busy, strict=True) if (b < LOW) is which and s.memory_bytes is not None]
+            for which in (False, True)]
+    return Rhythm(_name(share, average, high, low, stretches), average, _mean(high), _mean(low), share, *map(_mean, held),
+                  stretches)
 
 
 def _name(share: float, average: float, high: list[float], low: list[float], stretches) -> str:
