@@ -96,6 +96,16 @@ def readings(uuid: str) -> dict:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def limits(uuid: str) -> dict:
+    """clock_max_mhz, the multiprocessors' highest clock, and power_limit_w, each only where there is one."""
+    handle = _handle(uuid) if uuid else None
+    if handle is None:
+        return {}
+    power = _ask("nvmlDeviceGetEnforcedPowerLimit", handle)
+    found = {"clock_max_mhz": _ask("nvmlDeviceGetMaxClockInfo", handle, 1), "power_limit_w": power and power / 1000}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def names() -> tuple[str, ...]:
     """The cards' product names, in the driver's order."""
     handles = [_ask("nvmlDeviceGetHandleByIndex", i) for i in range(_ask("nvmlDeviceGetCount") or 0)]
