@@ -300,6 +300,47 @@ def soak(plan_path, minutes, device, results, as_json) -> None:
 
 
 @cli.command(context_settings=HELP)
+@click.option("--run", "run_path", type=click.Path(path_type=Path), metavar="DIR",
+              help="The folder of a run.  [default: the newest under results/runs that runs]")
+@click.option("--pid", type=click.IntRange(1), metavar="N", help="Instead: any training process, seen from outside alone.")
+@click.option("--watch", is_flag=True, help="Keep looking and showing, until it ends or Ctrl-C.")
+@click.option("--seconds", default=15.0, show_default=True, type=click.FloatRange(2, 3600),
+              help="For how long to look; with --watch, what a verdict stands on.")
+@click.option("--device", metavar="D", help="cpu, cuda, cuda:1 or its name.  [default: where it is seen to compute]")
+@results_option
+@json_option
+def health(run_path, pid, watch, seconds, device, results, as_json) -> None:
+    """Tell whether a job that is running is well: alive, saturated or starved and of what, checkpoints on cadence, processes
+    doubled, sources edited since it began.
+
+    Looks from outside and changes nothing. Exits with 0 whatever it finds (--json has the verdicts), with 2 if there is
+    nothing to look at.
+    """
+    from probe.bedside import job, sit
+    from probe.health import judge, lines
+    from trainer.live import Live
+
+    if run_path is not None and pid is not None:
+        raise click.UsageError("--run is for a run of ours, --pid for any process: give one of them")
+    out, is_interrupted = Output(as_json), False
+    this, console = job(run_path, pid, device, results, seconds, watch), out.console()
+    try:
+        with Live(console) as live:
+            sit(this, seconds, watch, live, console.width, out.stream)
+    except KeyboardInterrupt:
+        if not watch:
+            raise
+        is_interrupted = True
+    seen = this.observed()
+    findings = judge(seen)
+    for line in lines(findings, console.width):
+        out.say(line)
+    out.result({"findings": [dataclasses.asdict(f) for f in findings], "observed": dataclasses.asdict(seen)})
+    if is_interrupted:
+        raise KeyboardInterrupt
+
+
+@cli.command(context_settings=HELP)
 @of_what_is_measured
 def show(model, device, limit, results, as_json) -> None:
     """Show what has been measured: tok/s and peak over batch and length, and the cliff as a line."""

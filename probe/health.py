@@ -12,6 +12,7 @@ from trainer.watch import AWAY_S
 
 STILL_BYTES = 4 << 20
 """Memory that moved less has not moved; assumed."""
+STARTED_IT = "started it and waits, as the launcher of a venv does under Windows: harmless"
 STILL_TIMES = 5.0
 """So many usual steps without a line, while nothing moves, are no slow step; assumed."""
 
@@ -30,21 +31,21 @@ def _alive(o: Observed) -> Finding:
         return _gone(o, o.page)
     page, used = o.page, f"{o.cpu_s:.1f} s of processor time in {o.seconds:.0f} s"
     if o.state == "stopped":
-        return _is("bad", "stopped", f"pid {o.pid} is paused (Ctrl-Z, a debugger, SIGSTOP; {used}): it goes on by `fg` in its "
-                                     f"terminal or by SIGCONT, nothing is lost")
+        return _is("bad", "stopped", f"pid {o.pid} is paused (Ctrl-Z, a debugger, SIGSTOP; {used}): it goes on by `fg` in "
+                                     f"its terminal or by SIGCONT, nothing is lost")
     if o.itself and o.itself.is_stub and any(not p.is_stub and p.relation != "parent" for p in o.peers):
         return _is("ok", "stub", f"{o.itself} is not the worker: see doubled")
     still = _is_still(o)
     if page is None:
         if still:
-            return _is("bad", "stuck", f"nothing moves: {used}, no change of memory{_idle(o)}. It may wait for a disk or a network: "
-                                       f"look longer, --seconds {max(60, 4 * o.seconds):.0f}")
+            return _is("bad", "stuck", f"nothing moves: {used}, no change of memory{_idle(o)}. It may wait for a disk or a "
+                                       f"network: look longer, --seconds {max(60, 4 * o.seconds):.0f}")
         return _is("ok", "running", used)
     usual = "" if page.usual_s is None else f", which takes {page.usual_s:.3g} s as a rule"
     if is_silent(page) or (still and not page.lines and page.silent_s > STILL_TIMES * (page.usual_s or AWAY_S)):
         moves = f"no change of memory{_idle(o)}" if still else "so it computes, or waits in a loop"
-        return _is("bad", "stuck", f"no line in the log for {format_duration(page.silent_s)}, in {_doing(page)}{usual}; {used}, "
-                                   f"{moves}. Its newest checkpoint is whole whatever becomes of it")
+        return _is("bad", "stuck", f"no line in the log for {format_duration(page.silent_s)}, in {_doing(page)}{usual}; "
+                                   f"{used}, {moves}. Its newest checkpoint is whole whatever becomes of it")
     return _is("ok", "running", f"{used}; {page.lines} log lines meanwhile, the last of step {page.step} of {page.steps}, "
                                 f"{format_duration(page.silent_s)} ago")
 
@@ -90,8 +91,8 @@ def _checkpoints(o: Observed) -> Iterator[Finding]:
         (name, age_s), gaps = o.saves[0], [b[1] - a[1] for a, b in zip(o.saves, o.saves[1:], strict=False)]
         newest = f"{name} was written {format_duration(age_s)} ago"
         if len(gaps) >= DIPS - 1 and age_s > LATE * max(gaps):
-            yield Finding("checkpoints", "warn", "late", f"{newest}, where {format_duration(max(gaps))} at most lay between those "
-                          f"before: it is stuck, in a long evaluation, or has not beaten its best since")
+            yield Finding("checkpoints", "warn", "late", f"{newest}, where {format_duration(max(gaps))} at most lay between "
+                          f"those before: it is stuck, in a long evaluation, or has not beaten its best since")
         else:
             yield Finding("checkpoints", "ok", "seen", newest)
 
@@ -119,7 +120,7 @@ def _cadence(page: Page) -> tuple[str, str, str]:
 
 
 def _doubled(o: Observed) -> Iterator[Finding]:
-    """Which process of the same command line is the worker. Never which one to end: what looks idle may hold days of work."""
+    """Which process of the same command line is the worker. Never which one to end: what looks idle may hold days' work."""
     if o.itself is None:
         return
 
@@ -133,17 +134,19 @@ def _doubled(o: Observed) -> Iterator[Finding]:
     if me.is_stub and (children or rivals):
         worker = max(children or rivals, key=lambda p: p.cpu_share)
         said = f"the worker is {worker}: leave it alone, look at it with --pid {worker.pid}; {me} "
-        yield Finding("doubled", *(("ok", "launcher", f"{said}started it and waits, as Windows' venv does: harmless") if children
-                                   else ("warn", "stub", f"{said}is a dead stub of the same command line")))
+        if children:
+            yield Finding("doubled", "ok", "launcher", f"{said}{STARTED_IT}")
+        else:
+            yield Finding("doubled", "warn", "stub", f"{said}is a dead stub of the same command line")
     elif rivals:
-        yield Finding("doubled", "bad", "doubled", f"several are at work on the same: {named([me, *rivals])}. They share the card "
-                      f"and may overwrite each other's files; all are alive, so see first whose files grow")
+        yield Finding("doubled", "bad", "doubled", f"several are at work on the same: {named([me, *rivals])}. They share "
+                      f"the card and may overwrite each other's files; all are alive, so see first whose files grow")
     elif dead:
-        yield Finding("doubled", "warn", "stubs", f"the worker is {me}: leave it alone; dead stubs of the same command line, which "
-                      f"cost nothing: {named(dead)}")
+        yield Finding("doubled", "warn", "stubs", f"the worker is {me}: leave it alone; dead stubs of the same command "
+                      f"line, which cost nothing: {named(dead)}")
     elif launchers := of("parent", True):
-        yield Finding("doubled", "ok", "launcher", f"the worker is {me}; {named(launchers)} started it and waits, as Windows' venv "
-                      f"does: harmless")
+        yield Finding("doubled", "ok", "launcher", f"the worker is {me}; {named(launchers)} started it and waits, as Windows' "
+                      f"venv does: harmless")
     else:
         own = f" but {len(children)} children of its own" if children else ""
         yield Finding("doubled", "ok", "alone", f"no other process has its command line{own}")
@@ -153,8 +156,8 @@ def _sources(o: Observed) -> Iterator[Finding]:
     if o.newer:
         named = ", ".join(f"{name} ({format_duration(after_s)} after the start)" for name, after_s in o.newer[:3])
         more = f" and {len(o.newer) - 3} more" if len(o.newer) > 3 else ""
-        yield Finding("sources", "warn", "newer", f"changed: {named}{more}; edits do nothing to a running process until the next "
-                                                  f"launch")
+        yield Finding("sources", "warn", "newer", f"changed: {named}{more}; edits do nothing to a running process until the "
+                                                  f"next launch")
     elif o.newer is not None:
         yield Finding("sources", "ok", "unchanged", "no source file is newer than the process")
 

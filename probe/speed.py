@@ -1,7 +1,5 @@
 """Is a job saturated or starved, and of what? From what was observed to findings: pure."""
 
-from statistics import median
-
 from probe.diary import Page
 from probe.observed import LATE, Finding, Observed
 from probe.rhythm import Rhythm, rhythm
@@ -97,19 +95,19 @@ def _by_readings(o: Observed, seen: Rhythm) -> Finding:
     if is_card and o.highest("utilization") < IDLE_PERCENT:
         return _is("bad", "idle card", f"{shape}: a long preparation or evaluation on the processor, or it waits for ever")
     if seen.name == "plateaus":
-        return _is(level, "evaluation stall", f"{shape}: long low stretches, up to {seen.worst_s:.1f} s, as of an evaluation, of "
-                                              f"sampled text or of a checkpoint; batch it, or do it less often")
+        return _is(level, "evaluation stall", f"{shape}: long low stretches, up to {seen.worst_s:.1f} s, as of an "
+                                              f"evaluation, of sampled text or of a checkpoint; batch it, or do it less often")
     if seen.name in ("dips", "starved"):
         if not is_card and _lacks_cores(o):
-            return _is("warn", "contended", f"{shape}, and all programs together keep {o.typical('machine_percent'):.0f}% of the "
-                                            f"cores busy: close what else computes")
+            return _is("warn", "contended", f"{shape}, and all programs together keep {o.typical('machine_percent'):.0f}% "
+                                            f"of the cores busy: close what else computes")
         how = "between steps" if seen.name == "dips" else "throughout"
         beside = "" if is_card else "; if it computes on a card that can't be read from here, this says nothing"
-        return _is(level, "data bubble", f"{shape}: starved {how}, most likely of data. Tokenize once into one array and slice "
-                                         f"batches from it: no loops over rows, no loader workers under Windows{beside}")
+        return _is(level, "data bubble", f"{shape}: starved {how}, most likely of data. Tokenize once into one array and "
+                                         f"slice batches from it: no loops over rows, no loader workers under Windows{beside}")
     if seen.name == "middling":
-        return _is("warn", "unsaturated", f"{shape}, at one level: a part of every step is a wait, for data or for launches of "
-                                          f"small kernels")
+        return _is("warn", "unsaturated", f"{shape}, at one level: a part of every step is a wait, for data or for launches "
+                                          f"of small kernels")
     return _is("ok", "steady", _readings(o, seen))
 
 
@@ -119,8 +117,8 @@ def _memory_or_heat(o: Observed, seen: Rhythm) -> Finding | None:
     edge, used = o.fast_bytes or o.card_bytes, _used(o)
     is_full = bool(edge and used) and used >= FULL_SHARE * edge
     if moved > MOVED_BYTES or (is_full and held > HELD_BYTES):
-        return _is("bad", "spill", f"{format_bytes(held)} of it lie in system memory, {format_bytes(moved)} more than when the look "
-                                   f"began, and {format_bytes(used)} on the card: {FREE_IT}")
+        return _is("bad", "spill", f"{format_bytes(held)} of it lie in system memory, {format_bytes(moved)} more than when "
+                                   f"the look began, and {format_bytes(used)} on the card: {FREE_IT}")
     bits, clock, power = _throttle(o), o.typical("clock_mhz"), o.typical("power_w")
     if bits:
         top = o.clock_max_mhz or o.highest("clock_mhz")
@@ -132,8 +130,8 @@ def _memory_or_heat(o: Observed, seen: Rhythm) -> Finding | None:
                        f"readings): clear its vents, see to its supply, or plan from `probe soak`")
     elif is_full and seen.mean >= 80 and power and o.power_limit_w and power < POWER_SHARE * o.power_limit_w:
         return _is("warn", "spill", f"the card is {seen.mean:.0f}% busy at {power:.0f} of {o.power_limit_w:.0f} W, with "
-                                    f"{format_bytes(used)} of {format_bytes(edge)} taken and no throttle: some has likely moved to "
-                                    f"system memory; {FREE_IT}")
+                                    f"{format_bytes(used)} of {format_bytes(edge)} taken and no throttle: some has likely "
+                                    f"moved to system memory; {FREE_IT}")
     return None
 
 
@@ -164,15 +162,15 @@ def _shape(o: Observed, seen: Rhythm) -> str:
         return f"{busy:.0f}%{'' if held is None else f' at {format_bytes(held)}'}"
 
     if seen.name in ("dips", "plateaus"):
-        return (f"the {_what(o)} is {level(seen.high, seen.high_bytes)} busy, then {level(seen.low, seen.low_bytes)}: low for "
-                f"{seen.low_share:.0%} of {o.seconds:.0f} s, {len(seen.stretches)} times, {seen.mean:.0f}% on average")
+        return (f"the {_what(o)} is {level(seen.high, seen.high_bytes)} busy, then {level(seen.low, seen.low_bytes)}: low "
+                f"for {seen.low_share:.0%} of {o.seconds:.0f} s, {len(seen.stretches)} times, {seen.mean:.0f}% on average")
     return f"the {_what(o)} is {seen.mean:.0f}% busy on average over {o.seconds:.0f} s"
 
 
 def _readings(o: Observed, seen: Rhythm) -> str:
     """The readings in short, as evidence beside a verdict that stands on something else."""
-    middles = [f"{value:,.0f} {unit}" for name, unit in (("power_w", "W"), ("clock_mhz", "MHz"), ("temperature_c", "degrees"))
-               if (value := median(o.told(name) or [0]))]
+    units = {"power_w": "W", "clock_mhz": "MHz", "temperature_c": "degrees"}
+    middles = [f"{value:,.0f} {unit}" for name, unit in units.items() if (value := o.typical(name))]
     held = o.last("memory_bytes")
     return ", ".join([f"{_what(o)} {seen.mean:.0f}% busy in {len(o.samples)} readings", *middles,
                       *([] if held is None else [format_bytes(held)])])

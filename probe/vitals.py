@@ -106,10 +106,11 @@ class Job:
         except (psutil.NoSuchProcess, OverflowError, ValueError):
             if kept:
                 return None
-            raise UserError(f"--pid {pid}: no such process; give the id of a training process that runs, or --run DIR") from None
+            raise UserError(f"--pid {pid}: no such process; give the id of a training process that runs, or "
+                            f"--run DIR") from None
         except psutil.AccessDenied:
-            raise UserError(f"--pid {pid} is another user's process and may not be looked at; run this as that user or as an "
-                            f"administrator") from None
+            raise UserError(f"--pid {pid} is another user's process and may not be looked at; run this as that user or as "
+                            f"an administrator") from None
 
     def _card(self, device: str | None, ran_on: str | None) -> str | None:
         """The uuid of the card that it computes on; None for a processor, or a card that can't be read."""
@@ -140,8 +141,9 @@ class Job:
                 return
             since_s, before_s = self._marks[-1][:2]
             read = nvml.readings(self._uuid) if self._uuid else {}
+            percent = 100 * (spent_s - before_s) / max(at_s - since_s, 1e-3)
             self._samples.append(Sample(
-                time.time(), 100 * (spent_s - before_s) / max(at_s - since_s, 1e-3), psutil.cpu_percent(), waits, self._held(),
+                time.time(), percent, psutil.cpu_percent(), waits, self._held(),
                 *(read.get(name) for name in ("utilization", "power_w", "clock_mhz", "temperature_c", "throttle")),
                 self._non_local()))
             self._mark(spent_s)
@@ -230,8 +232,8 @@ def running(results: Path) -> Path:
             if abs(process.create_time() - kept["started_at"]) <= SAME_S and process.status() != psutil.STATUS_ZOMBIE:
                 found.append((kept["started_at"], path.parent))
     if not found:
-        raise UserError(f"no run is running under {results / 'runs'}; give --run DIR of one that is elsewhere or has ended, or "
-                        f"--pid N of any training process")
+        raise UserError(f"no run is running under {results / 'runs'}; give --run DIR of one that is elsewhere or has ended, "
+                        f"or --pid N of any training process")
     return max(found)[1]
 
 

@@ -9,9 +9,18 @@ EVERY_S = 10
 """Seconds between lines where there is no terminal, unless told otherwise, so that the log of hours stays short."""
 
 
+_dropped = set()
+
+
 def drop(stream) -> None:
     """Sends what is written from here on nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    _dropped.add(stream.fileno())
+
+
+def is_read(stream) -> bool:
+    """Whether what is written to a stream still goes where it went at the start."""
+    return not _dropped or stream.fileno() not in _dropped
 
 
 GONE = (errno.EPIPE, errno.EIO, errno.EINVAL)
