@@ -33,7 +33,7 @@ def sit(this: Job, seconds: float, is_watch: bool, live: Live, width: int, strea
             live.update(f"looking at pid {this.pid}: {now - begin:.0f} of {seconds:.0f} s")
         elif now - shown >= SHOW_S:
             shown = now
-            head = f"{time.strftime('%H:%M:%S')}, the last {min(now - begin, seconds):.0f} s of pid {this.pid}; Ctrl-C ends this"
+            head = f"{time.strftime('%H:%M:%S')}: the last {min(now - begin, seconds):.0f} s of pid {this.pid}"
             live.update("\n".join([head, *lines(judge(this.observed()), width)]))
 
 

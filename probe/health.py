@@ -145,8 +145,7 @@ def _doubled(o: Observed) -> Iterator[Finding]:
         yield Finding("doubled", "warn", "stubs", f"the worker is {me}: leave it alone; dead stubs of the same command "
                       f"line, which cost nothing: {named(dead)}")
     elif launchers := of("parent", True):
-        yield Finding("doubled", "ok", "launcher", f"the worker is {me}; {named(launchers)} started it and waits, as Windows' "
-                      f"venv does: harmless")
+        yield Finding("doubled", "ok", "launcher", f"the worker is {me}; {named(launchers)} {STARTED_IT}")
     else:
         own = f" but {len(children)} children of its own" if children else ""
         yield Finding("doubled", "ok", "alone", f"no other process has its command line{own}")

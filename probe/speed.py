@@ -96,7 +96,7 @@ def _by_readings(o: Observed, seen: Rhythm) -> Finding:
         return _is("bad", "idle card", f"{shape}: a long preparation or evaluation on the processor, or it waits for ever")
     if seen.name == "plateaus":
         return _is(level, "evaluation stall", f"{shape}: long low stretches, up to {seen.worst_s:.1f} s, as of an "
-                                              f"evaluation, of sampled text or of a checkpoint; batch it, or do it less often")
+                                              f"evaluation, sampled text or a checkpoint; batch it, or do it less often")
     if seen.name in ("dips", "starved"):
         if not is_card and _lacks_cores(o):
             return _is("warn", "contended", f"{shape}, and all programs together keep {o.typical('machine_percent'):.0f}% "
@@ -104,7 +104,7 @@ def _by_readings(o: Observed, seen: Rhythm) -> Finding:
         how = "between steps" if seen.name == "dips" else "throughout"
         beside = "" if is_card else "; if it computes on a card that can't be read from here, this says nothing"
         return _is(level, "data bubble", f"{shape}: starved {how}, most likely of data. Tokenize once into one array and "
-                                         f"slice batches from it: no loops over rows, no loader workers under Windows{beside}")
+                                         f"slice batches from it, no loops over rows, no workers under Windows{beside}")
     if seen.name == "middling":
         return _is("warn", "unsaturated", f"{shape}, at one level: a part of every step is a wait, for data or for launches "
                                           f"of small kernels")
