@@ -26,7 +26,8 @@ def sit(this: Job, seconds: float, is_watch: bool, live: Live, width: int, strea
     """Takes readings for `seconds`; in a watch until the job ends or nobody reads any more, with its verdicts shown."""
     begin = shown = time.monotonic()
     for now in _ticks(WATCH_EVERY_S if is_watch else EVERY_S):
-        this.sample()
+        if not this.ended:
+            this.sample()
         if this.ended or not is_read(stream) or not (is_watch or now - begin < seconds):
             return
         if not is_watch:
