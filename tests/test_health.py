@@ -168,10 +168,9 @@ def slow(owner, name, seconds, forever_after=None):
 """
 JOBS = {
     "well": "",
-    "bubble": SLEEPS + "slow(tokens.Tokens, 'batch', 0.1)",
+    "bubble": SLEEPS + "slow(tokens.Tokens, 'batch', 0.3)",
     "evaluation": SLEEPS + "slow(step.TrainStep, 'evaluate', 2)",
     "stuck": SLEEPS + "slow(step.TrainStep, '_forward_backward', 0, 44)",
-    "paused": "",
 }
 
 
@@ -194,6 +193,11 @@ def verdicts(process) -> dict:
     return {f["check"]: (f["level"], f["what"], f["line"]) for f in json.loads(out)["findings"]}
 
 
+def end(process) -> None:
+    process.kill()
+    process.wait()
+
+
 def wait_for(condition) -> None:
     begin = time.monotonic()
     while not condition():
@@ -214,23 +218,40 @@ def home(tmp_path_factory):
     return home
 
 
+def stands(home, run, pid, started_at) -> None:
+    """A run's folder with a process file and a checkpoint."""
+    (home / run / "checkpoints/step-00000030").mkdir(parents=True)
+    (home / run / "plan.json").write_text((home / "plan.json").read_text())
+    kept = {"pid": pid, "started_at": started_at, "ran_on": "cpu-x"}
+    (home / run / "process.json").write_text(json.dumps(kept))
+
+
 @pytest.fixture(scope="module")
 def found(home):
-    """What health says of each job, all running side by side; {name: verdicts}."""
-    jobs = {name: start(home, code, name) for name, code in JOBS.items()}
+    """What health says of each job, all running side by side; {name: verdicts}. At last all but one are killed, and that
+    one while it is watched without being named."""
+    runs = home / "results/runs"
+    stands(home, "results/runs/older", os.getpid(), time.time() - 10**6)
+    jobs = {name: start(home, code, f"results/runs/{name}") for name, code in JOBS.items()}
     try:
-        wait_for(lambda: all(log_lines(home / name) > 21 for name in JOBS))
-        if sys.platform != "win32":
-            jobs["paused"].send_signal(signal.SIGSTOP)
-        looks = {name: health(home, "--run", name, "--json") for name in JOBS}
+        wait_for(lambda: all(log_lines(runs / name) > 21 for name in JOBS))
+        looks = {name: health(home, "--run", runs / name, "--json") for name in JOBS}
+        looks["foreign"] = health(home, "--pid", jobs["bubble"].pid, "--json")
         told = {name: verdicts(look) for name, look in looks.items()}
-        told["foreign"] = verdicts(health(home, "--pid", jobs["bubble"].pid, "--json"))
         assert all(job.poll() is None for job in jobs.values())  # looking harms nothing
-        yield told
+        for name in ("bubble", "evaluation", "stuck"):
+            end(jobs[name])
+        if sys.platform != "win32":
+            jobs["well"].send_signal(signal.SIGSTOP)
+            told["paused"] = verdicts(health(home, "--json"))
+            jobs["well"].send_signal(signal.SIGCONT)
+        watch = health(home, "--watch", "--json")
+        assert "running" in watch.stderr.readline() + watch.stderr.readline()
+        end(jobs["well"])
+        return told | {"killed": verdicts(watch)}
     finally:
         for job in jobs.values():
-            job.kill()
-            job.wait()
+            end(job)
 
 
 @pytest.mark.parametrize(("job", "check", "expected", "words"), [
@@ -243,6 +264,7 @@ def found(home):
     ("foreign", "speed", ("bad", "data bubble"), "busy"),
     ("evaluation", "speed", ("bad", "evaluation stall"), "evaluation "),
     ("stuck", "alive", ("bad", "stuck"), "no line in the log"),
+    ("killed", "alive", ("bad", "gone"), "--run results/runs/well --resume"),
     pytest.param("paused", "alive", ("bad", "stopped"), "SIGCONT", marks=POSIX),
 ])
 def test_a_real_run_is_named(found, job, check, expected, words):
@@ -259,9 +281,9 @@ if os.environ.get("AS") == "stub":
 held = bytearray(80 << 20)
 while True:
     begin = time.monotonic()
-    while time.monotonic() - begin < 0.05:
+    while time.monotonic() - begin < 0.02:
         pass
-    time.sleep(0.02)
+    time.sleep(0.05)
 """
 
 
@@ -274,8 +296,7 @@ def ends(processes) -> None:
     for process in processes:
         for child in psutil.Process(process.pid).children():
             child.kill()
-        process.kill()
-        process.wait()
+        end(process)
 
 
 def test_doubled_processes_a_stub_and_a_launcher_of_another_program(tmp_path):
@@ -351,15 +372,6 @@ def test_a_process_that_keeps_its_files_to_itself_is_judged_by_the_rest(monkeypa
     assert judge(job.observed())[0].check == "alive"
 
 
-def stands(home, run, pid, started_at, **files) -> str:
-    """A run's folder with a process file."""
-    (home / run / "checkpoints/step-00000030").mkdir(parents=True)
-    (home / run / "plan.json").write_text((home / "plan.json").read_text())
-    kept = {"pid": pid, "started_at": started_at, "ran_on": "cpu-x"}
-    (home / run / "process.json").write_text(json.dumps(kept))
-    return run
-
-
 def test_ended_runs_are_told_with_how_to_go_on(home):
     """Finished; killed; killed and its pid another program's since; not begun."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -375,21 +387,6 @@ def test_ended_runs_are_told_with_how_to_go_on(home):
         assert told[name][:2] == ("bad", "gone") and f"--run {name}" in told[name][2]
     assert "step 30" in told["killed"][2] and "--resume" in told["killed"][2] and "--resume" not in told["early"][2]
     assert "another program" in told["reused"][2]
-
-
-def test_the_newest_run_that_runs_is_found_and_its_end_is_seen(home, tmp_path):
-    """Watched without naming it, until it is killed: the watch ends by itself, with what to do."""
-    job = start(home, "", "results/runs/mine")
-    stands(home, "results/runs/older", os.getpid(), time.time() - 10**6)
-    try:
-        wait_for(lambda: log_lines(home / "results/runs/mine") > 5)
-        watch = health(home, "--watch", "--json")
-        assert "running" in watch.stderr.readline() + watch.stderr.readline()
-    finally:
-        job.kill()
-        job.wait()
-    level, what, told = verdicts(watch)["alive"]
-    assert (level, what) == ("bad", "gone") and "--run results/runs/mine" in told
 
 
 @POSIX
