@@ -30,8 +30,9 @@ def start(folder: Path, model: ModelConfig, device: str) -> subprocess.Popen:
     ids.astype(dtype_for(model.vocab)).tofile(folder / "data.bin")
     write_sidecar(folder / "data.bin", len(ids), model.vocab, None)
     span, never = Span(1.0, 1.0, 1.0), 10**7
-    Plan(1, "2026-01-01T00:00:00+00:00", device, model, SHAPES[device.partition(":")[0]], len(ids), 1, never,
-         OptimizerConfig(1e-4), never, never, 10**15, Predicted(span, span, span), [], [], [], "", {}).save(folder / "plan.json")
+    plan = Plan(1, "2026-01-01T00:00:00+00:00", device, model, SHAPES[device.partition(":")[0]], len(ids), 1, never,
+                OptimizerConfig(1e-4), never, never, 10**15, Predicted(span, span, span), [], [], [], "", {})
+    plan.save(folder / "plan.json")
     return subprocess.Popen([sys.executable, "-m", "trainer.cli", "--plan", folder / "plan.json", "--data",
                              folder / "data.bin", "--run", folder / "run", "--device", device, "--allow-battery"],
                             stdout=subprocess.DEVNULL)

@@ -11,8 +11,9 @@ import time
 
 import psutil
 import pytest
-from conftest import MODULES, SAMPLES
-from runs import make_home, options, run_command
+from conftest import SAMPLES
+from jobs import SLEEPS, end, health, log_lines, start, verdicts, wait_for
+from runs import make_home
 
 from probe.diary import Page
 from probe.health import judge, lines
@@ -151,62 +152,12 @@ def test_a_table_keeps_to_the_width(capsys):
     assert all(len(text) <= 80 for text in lines(findings)) and len(list(lines(findings))) > len(findings)
 
 
-SLEEPS = """
-import threading, time
-from trainer import step, tokens
-def slow(owner, name, seconds, forever_after=None):
-    real, calls = getattr(owner, name), []
-    def slower(*a, **k):
-        calls.append(1)
-        if forever_after and len(calls) > forever_after:
-            lock = threading.Lock()
-            lock.acquire()
-            lock.acquire()
-        time.sleep(seconds)
-        return real(*a, **k)
-    setattr(owner, name, slower)
-"""
 JOBS = {
     "well": "",
     "bubble": SLEEPS + "slow(tokens.Tokens, 'batch', 0.3)",
     "evaluation": SLEEPS + "slow(step.TrainStep, 'evaluate', 2)",
     "stuck": SLEEPS + "slow(step.TrainStep, '_forward_backward', 0, 44)",
 }
-
-
-def start(home, code: str, run: str) -> subprocess.Popen:
-    code += "\nimport sys\nfrom trainer import cli\nsys.argv = ['train', *sys.argv[1:]]\ncli.main()\n"
-    command = run_command(home, run)[3:]
-    return subprocess.Popen([sys.executable, "-c", code, *command], **options(home) | {"stdout": subprocess.DEVNULL,
-                                                                                       "stderr": subprocess.DEVNULL})
-
-
-def health(home, *arguments, **other) -> subprocess.Popen:
-    command = [sys.executable, "-m", MODULES["probe"], "health", "--seconds", "2", *map(str, arguments)]
-    return subprocess.Popen(command, **options(home) | other)
-
-
-def verdicts(process) -> dict:
-    """What of each check, level and all, from a command with --json."""
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    return {f["check"]: (f["level"], f["what"], f["line"]) for f in json.loads(out)["findings"]}
-
-
-def end(process) -> None:
-    process.kill()
-    process.wait()
-
-
-def wait_for(condition) -> None:
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begin < 90
-        time.sleep(0.02)
-
-
-def log_lines(run) -> int:
-    return (run / "log.jsonl").read_text().count("\n") if (run / "log.jsonl").exists() else 0
 
 
 @pytest.fixture(scope="module")
