@@ -1,6 +1,6 @@
 """What looking costs: tok/s of one run with `probe health --watch` beside it and without, in turns within that run.
 
-    python3 -m benchmarks.health [--model 10M] [--device cpu] [--pairs 6] [--seconds 12] [--out FILE]
+    python3 -m benchmarks.health [--model 1M] [--device cpu] [--pairs 6] [--seconds 12] [--out FILE]
 """
 
 import argparse
@@ -53,6 +53,8 @@ def window(run: Path, seconds: float, is_watched: bool) -> tuple[float, float]:
         watcher.wait()
     steps = [line["at"] for text in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()
              if (line := json.loads(text))["kind"] == "step" and begin <= line["at"] <= until]
+    if len(steps) < 10:
+        raise SystemExit(f"only {len(steps)} steps in a window: take longer --seconds or a smaller --model")
     return (len(steps) - 1) / (steps[-1] - steps[0]), 60 * spent / (until - begin)
 
 
@@ -65,7 +67,7 @@ def cpu_s(process) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="10M")
+    parser.add_argument("--model", default="1M", help="A small one: its steps log most often.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=12.0, help="Of one window.")

@@ -57,8 +57,6 @@ class Page:
     def shares(self) -> dict[str, float]:
         """Parts of the time now, evaluations and checkpoints at their cadence: data, logging, evaluation, checkpoint and
         compute, which is the rest of the step."""
-        if not self.mean_s:
-            return {}
         spent = {"data": self.data_s, "logging": self.log_s, "evaluation": (self.eval_s or 0.0) / self.eval_every,
                  "checkpoint": (self.save_s or 0.0) / self.save_every,
                  "compute": self.mean_s - self.data_s - self.log_s}
@@ -83,7 +81,7 @@ class Diary:
         if not path.is_file():
             return None
         values = read_json(path, "process file")
-        if not (_is_number(values.get("pid")) and _is_number(values.get("started_at"))):
+        if not (_is_amount(values.get("pid")) and _is_amount(values.get("started_at"))):
             raise UserError(f"process file {path} has no pid and started_at; it must be what `train` wrote")
         return values
 
@@ -115,16 +113,16 @@ class Diary:
     def _take(self, text: bytes) -> None:
         try:
             line = json.loads(text)
-        except ValueError:  # the first may begin in the middle
+        except (ValueError, RecursionError):  # the first may begin in the middle
             return
-        if not isinstance(line, dict) or not _is_number(line.get("at")) or not isinstance(line.get("step"), int):
+        if not isinstance(line, dict) or not all(_is_amount(line.get(k)) for k in ("at", "step")):
             return
         kind = line.get("kind")
         self._lines += 1
-        if kind == "step" and all(_is_number(line.get(k)) for k in ("step_s", "data_s", "log_s")):
+        if kind == "step" and all(_is_amount(line.get(k)) for k in ("step_s", "data_s", "log_s")):
             if not is_away(line["step_s"], [s["step_s"] for s in self._steps]):
                 self._steps.append(line)
-        elif kind in ("eval", "checkpoint") and _is_number(line.get("seconds")):
+        elif kind in ("eval", "checkpoint") and _is_amount(line.get("seconds")):
             (self._evals if kind == "eval" else self._saves).append(line)
             self._pauses.append((line["at"] - line["seconds"], line["at"]))
         else:
@@ -179,5 +177,5 @@ def _mean(lines) -> float | None:
     return mean(line["seconds"] for line in lines) if lines else None
 
 
-def _is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_amount(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e12

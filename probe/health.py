@@ -33,7 +33,7 @@ def _alive(o: Observed) -> Finding:
     if o.state == "stopped":
         return _is("bad", "stopped", f"pid {o.pid} is paused (Ctrl-Z, a debugger, SIGSTOP; {used}): it goes on by `fg` in "
                                      f"its terminal or by SIGCONT, nothing is lost")
-    if o.itself and o.itself.is_stub and any(not p.is_stub and p.relation != "parent" for p in o.peers):
+    if o.itself and o.itself.is_stub and {p.relation for p in o.peers if not p.is_stub} == {"other"}:
         return _is("ok", "stub", f"{o.itself} is not the worker: see doubled")
     still = _is_still(o)
     if page is None:

@@ -22,7 +22,7 @@ DIPS_SHARE = 0.25
 @dataclass(frozen=True)
 class Sample:
     """One reading, at `at_s` (epoch). `cpu_percent` is of the whole process tree, 100 for one core; `machine_percent` of all
-    cores, by everything; `is_waiting` whether the main thread slept. `memory_bytes` is what the job holds of its card (or
+    cores, by everything; `is_waiting` whether its main threads slept. `memory_bytes` is what the job holds of its card (or
     everything does, where the driver doesn't tell), or its resident set. The rest is the card's; None where not told."""
 
     at_s: float

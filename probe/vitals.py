@@ -51,6 +51,14 @@ class Tree:
                 self._spent[pid] = spent
         return self.spent_s
 
+    def is_waiting(self) -> bool:
+        """Whether all main threads sleep; never where the system doesn't tell (Windows)."""
+        for process in self.members.values():
+            with contextlib.suppress(psutil.Error):
+                if process.status() == psutil.STATUS_RUNNING:
+                    return False
+        return True
+
     def resident_bytes(self) -> int:
         total = 0
         for process in self.members.values():
@@ -133,7 +141,6 @@ class Job:
         """Takes a reading; notices if it has ended."""
         try:
             spent_s, at_s = self._tree.read(), time.monotonic()
-            waits = self._process.status() in (psutil.STATUS_SLEEPING, psutil.STATUS_DISK_SLEEP)
             if at_s - self._marks[-1][0] > AWAY_S:  # the machine slept
                 self._samples.clear()
                 self._marks.clear()
@@ -143,7 +150,7 @@ class Job:
             read = nvml.readings(self._uuid) if self._uuid else {}
             percent = 100 * (spent_s - before_s) / max(at_s - since_s, 1e-3)
             self._samples.append(Sample(
-                time.time(), percent, psutil.cpu_percent(), waits, self._held(),
+                time.time(), percent, psutil.cpu_percent(), self._tree.is_waiting(), self._held(),
                 *(read.get(name) for name in ("utilization", "power_w", "clock_mhz", "temperature_c", "throttle")),
                 self._non_local()))
             self._mark(spent_s)

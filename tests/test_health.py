@@ -15,7 +15,7 @@ from conftest import SAMPLES
 from jobs import SLEEPS, end, health, log_lines, start, verdicts, wait_for
 from runs import make_home
 
-from probe.diary import Page
+from probe.diary import Diary, Page
 from probe.health import judge, lines
 from probe.observed import Observed, Peer
 from probe.rhythm import Sample
@@ -355,3 +355,18 @@ def test_a_watch_ends_by_ctrl_c_and_by_a_closed_pipe(tmp_path):
         piped.stderr.close()
     finally:
         ends(running)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_damaged_log_is_read_as_far_as_it_goes(home, tmp_path, seed):
+    """Bytes changed, cut out and doubled, values that are no numbers: verdicts, or one line, but nothing else."""
+    r = random.Random(seed)
+    text = bytearray((home / "whole/log.jsonl").read_bytes())
+    for _ in range(40):
+        at = r.randrange(len(text))
+        text[at:at + r.choice([0, 1, 40])] = r.choice([b"", b"\n", b"9" * 30, b"NaN", b"-1e999", b"null", b"[" * 5, b"\xff"])
+    (tmp_path / "plan.json").write_text((home / "plan.json").read_text())
+    (tmp_path / "log.jsonl").write_bytes(text)
+    diary = Diary(tmp_path)
+    page = diary.page(0, 0.0)
+    assert list(lines(judge(observed(series(), page=page))))
