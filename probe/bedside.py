@@ -23,7 +23,8 @@ def job(run: Path | None, pid: int | None, device: str | None, results: Path, se
 
 
 def sit(this: Job, seconds: float, is_watch: bool, live: Live, width: int, stream) -> None:
-    """Takes readings for `seconds`; in a watch until the job ends or nobody reads any more, with its verdicts shown."""
+    """Takes readings for `seconds`; in a watch until the job ends or nobody reads any more, with the verdicts shown."""
+    live.say(this.title)
     begin = shown = time.monotonic()
     for now in _ticks(WATCH_EVERY_S if is_watch else EVERY_S):
         if not this.ended:
@@ -31,10 +32,10 @@ def sit(this: Job, seconds: float, is_watch: bool, live: Live, width: int, strea
         if this.ended or not is_read(stream) or not (is_watch or now - begin < seconds):
             return
         if not is_watch:
-            live.update(f"looking at pid {this.pid}: {now - begin:.0f} of {seconds:.0f} s")
+            live.update(f"{now - begin:.0f} of {seconds:.0f} s")
         elif now - shown >= SHOW_S:
             shown = now
-            head = f"{time.strftime('%H:%M:%S')}: the last {min(now - begin, seconds):.0f} s of pid {this.pid}"
+            head = f"{time.strftime('%H:%M:%S')}, the last {min(now - begin, seconds):.0f} s; Ctrl-C ends the watch"
             live.update("\n".join([head, *lines(judge(this.observed()), width)]))
 
 

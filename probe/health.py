@@ -12,9 +12,9 @@ from trainer.watch import AWAY_S
 
 STILL_BYTES = 4 << 20
 """Memory that moved less has not moved; assumed."""
-STARTED_IT = "started it and waits, as the launcher of a venv does under Windows: harmless"
 STILL_TIMES = 5.0
 """So many usual steps without a line, while nothing moves, are no slow step; assumed."""
+STARTED_IT = "started it and waits, as the launcher of a venv does under Windows: harmless"
 
 
 def judge(o: Observed) -> list[Finding]:

@@ -197,7 +197,7 @@ def found(home):
             told["paused"] = verdicts(health(home, "--json"))
             jobs["well"].send_signal(signal.SIGCONT)
         watch = health(home, "--watch", "--json")
-        assert "running" in watch.stderr.readline() + watch.stderr.readline()
+        assert "run results/runs/well, pid" in watch.stderr.readline()
         end(jobs["well"])
         return told | {"killed": verdicts(watch)}
     finally:
