@@ -1,6 +1,6 @@
 """What looking costs: tok/s of one run with `probe health --watch` beside it and without, in turns within that run.
 
-    python3 -m benchmarks.health [--model 1M] [--device cpu] [--pairs 6] [--seconds 12] [--out FILE]
+    python3 -m benchmarks.health [--model 1M] [--device cpu] [--pairs 16] [--seconds 5] [--out FILE]
 """
 
 import argparse
@@ -19,8 +19,6 @@ from trainer.config import ModelConfig, OptimizerConfig, StepConfig
 from trainer.plan import Plan, Predicted, Span
 from trainer.tokens import dtype_for, write_sidecar
 
-SETTLE_S = 3.0
-"""Of each window, left out: in it the watcher starts."""
 SHAPES = {"cpu": StepConfig(2, 128), "cuda": StepConfig(16, 512)}
 
 
@@ -38,30 +36,29 @@ def start(folder: Path, model: ModelConfig, device: str) -> subprocess.Popen:
                             stdout=subprocess.DEVNULL)
 
 
-def window(run: Path, seconds: float, is_watched: bool) -> tuple[float, float]:
-    """(steps a second, the watcher's seconds of processor time a minute) in a window of the run, its start left out."""
-    watcher = None
-    if is_watched:
-        watcher = subprocess.Popen([sys.executable, "-m", "probe.cli", "health", "--run", run, "--watch", "--json"],
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    time.sleep(SETTLE_S)
-    spent, begin = cpu_s(watcher), time.time()
-    time.sleep(seconds - SETTLE_S)
-    spent, until = cpu_s(watcher) - spent, time.time()
-    if watcher:
-        watcher.terminate()
-        watcher.wait()
-    steps = [line["at"] for text in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()
-             if (line := json.loads(text))["kind"] == "step" and begin <= line["at"] <= until]
-    if len(steps) < 10:
-        raise SystemExit(f"only {len(steps)} steps in a window: take longer --seconds or a smaller --model")
-    return (len(steps) - 1) / (steps[-1] - steps[0]), 60 * spent / (until - begin)
+class Bench:
+    """A run and its watcher, which is let go on or held: its start, some tenths of a second of a core, is in no window."""
+
+    def __init__(self, run: Path, runner: psutil.Process, watcher: psutil.Process) -> None:
+        self.run, self.runner, self.watcher = run, runner, watcher
+
+    def window(self, seconds: float, is_watched: bool) -> dict:
+        """steps a second, the run's processor seconds a step and the watcher's a minute, of a window of the run."""
+        self.watcher.resume() if is_watched else self.watcher.suspend()
+        spent, watching, begin = cpu_s(self.runner), cpu_s(self.watcher), time.time()
+        time.sleep(seconds)
+        spent, watching, until = cpu_s(self.runner) - spent, cpu_s(self.watcher) - watching, time.time()
+        with open(self.run / "log.jsonl", encoding="utf-8") as f:
+            lines = [json.loads(text) for text in f if text.endswith("\n")]
+        steps = [line["at"] for line in lines if line["kind"] == "step" and begin <= line["at"] <= until]
+        if len(steps) < 10:
+            raise SystemExit(f"only {len(steps)} steps in a window: take longer --seconds or a smaller --model")
+        return {"steps_s": (len(steps) - 1) / (steps[-1] - steps[0]), "cpu_s_step": spent / len(steps),
+                "watcher_cpu_s_min": 60 * watching / (until - begin)}
 
 
-def cpu_s(process) -> float:
-    if process is None:
-        return 0.0
-    times = psutil.Process(process.pid).cpu_times()
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
     return times.user + times.system
 
 
@@ -69,39 +66,56 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="1M", help="A small one: its steps log most often.")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--pairs", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=12.0, help="Of one window.")
+    parser.add_argument("--pairs", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=5.0, help="Of one window.")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    model, rows = ModelConfig.named(options.model), []
-    tokens = SHAPES[options.device.partition(":")[0]].tokens
+    model, pairs = ModelConfig.named(options.model), []
     with tempfile.TemporaryDirectory() as name:
-        run, process = Path(name) / "run", start(Path(name), model, options.device)
+        run, process, watcher = Path(name) / "run", start(Path(name), model, options.device), None
         try:
             while not (run / "log.jsonl").exists() or (run / "log.jsonl").read_text().count('"step"') < 20:
                 if process.poll() is not None:
                     raise SystemExit("the run did not start")
                 time.sleep(0.5)
+            watcher = subprocess.Popen([sys.executable, "-m", "probe.cli", "health", "--run", run, "--watch", "--json"],
+                                       stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            watcher.stderr.readline()
+            time.sleep(options.seconds)
+            bench = Bench(run, psutil.Process(process.pid), psutil.Process(watcher.pid))
             for pair in range(options.pairs):
                 order = (False, True) if pair % 2 == 0 else (True, False)  # a drift falls on both alike
-                seen = {is_watched: window(run, options.seconds, is_watched) for is_watched in order}
-                rows.append({"alone_tok_s": seen[False][0] * tokens, "watched_tok_s": seen[True][0] * tokens,
-                             "loss": 1 - seen[True][0] / seen[False][0], "watcher_cpu_s_min": seen[True][1]})
+                seen = {is_watched: bench.window(options.seconds, is_watched) for is_watched in order}
+                pairs.append({"alone": seen[False], "watched": seen[True]})
         finally:
-            process.terminate()
-            process.wait()
-    print(f"{'pair':>4}  {'alone, tok/s':>12}  {'watched, tok/s':>14}  {'lost':>7}  watcher, CPU s a minute")
-    for number, row in enumerate(rows, 1):
-        print(f"{number:4}  {row['alone_tok_s']:12,.0f}  {row['watched_tok_s']:14,.0f}  {row['loss']:7.2%}  "
-              f"{row['watcher_cpu_s_min']:.2f}")
-    losses, spent = sorted(row["loss"] for row in rows), statistics.median(row["watcher_cpu_s_min"] for row in rows)
+            for one in filter(None, (watcher, process)):
+                one.kill()
+                one.wait()
+    tell(options, pairs, SHAPES[options.device.partition(":")[0]].tokens)
+
+
+def tell(options, pairs: list[dict], tokens: int) -> None:
+    print(f"{'pair':>4}  {'alone, tok/s':>12}  {'watched, tok/s':>14}  {'lost':>7}  {'CPU a step':>10}  watcher, CPU s a minute")
+    lost, more, spent = [], [], []
+    for number, pair in enumerate(pairs, 1):
+        alone, watched = pair["alone"], pair["watched"]
+        lost.append(1 - watched["steps_s"] / alone["steps_s"])
+        more.append(watched["cpu_s_step"] / alone["cpu_s_step"] - 1)
+        spent.append(watched["watcher_cpu_s_min"])
+        print(f"{number:4}  {alone['steps_s'] * tokens:12,.0f}  {watched['steps_s'] * tokens:14,.0f}  {lost[-1]:7.2%}  "
+              f"{more[-1]:+10.2%}  {spent[-1]:.2f}")
     cores = psutil.cpu_count() or 1
-    print(f"lost in the median {statistics.median(losses):.2%} ({losses[0]:.2%} to {losses[-1]:.2%}); the watcher took "
-          f"{spent:.2f} s of processor time a minute, {spent / 60 / cores:.3%} of {cores} cores")
-    text = json.dumps({"model": options.model, "device": options.device, "cores": cores, "rows": rows})
+    print(f"lost {spread(lost)}; the run's own processor time a step {spread(more)}; the watcher took "
+          f"{statistics.median(spent):.2f} s of it a minute, {statistics.median(spent) / 60 / cores:.3%} of {cores} cores")
+    text = json.dumps({"model": options.model, "device": options.device, "cores": cores, "pairs": pairs})
     print(text)
     if options.out:
         options.out.write_text(text + "\n", encoding="utf-8")
+
+
+def spread(values: list[float]) -> str:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:+.2%} in the median (quartiles {low:+.2%} to {high:+.2%})"
 
 
 if __name__ == "__main__":
