@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def tell(options, pairs: list[dict], tokens: int) -> None:
-    print(f"{'pair':>4}  {'alone, tok/s':>12}  {'watched, tok/s':>14}  {'lost':>7}  {'CPU a step':>10}  watcher, CPU s a minute")
+    print("pair  alone, tok/s  watched, tok/s     lost  CPU a step  watcher, CPU s a minute")
     lost, more, spent = [], [], []
     for number, pair in enumerate(pairs, 1):
         alone, watched = pair["alone"], pair["watched"]

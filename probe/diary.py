@@ -81,8 +81,8 @@ class Diary:
         if not path.is_file():
             return None
         values = read_json(path, "process file")
-        if not (_is_amount(values.get("pid")) and _is_amount(values.get("started_at"))):
-            raise UserError(f"process file {path} has no pid and started_at; it must be what `train` wrote")
+        if not (all(_is_amount(values.get(k)) for k in ("pid", "started_at")) and isinstance(values.get("ran_on"), str)):
+            raise UserError(f"process file {path} has no pid, started_at and ran_on; it must be what `train` wrote")
         return values
 
     @property

@@ -53,11 +53,13 @@ def _alive(o: Observed) -> Finding:
 def _gone(o: Observed, page: Page | None) -> Finding:
     if page and page.finished:
         return _is("ok", "finished", f"the run is through, all {page.steps} steps; its receipt is in {page.run}")
+    if page and o.held:
+        return _is("ok", "starting", f"a process has {page.run} and has not come to its first step yet: look again in a while")
     now = f"; pid {o.pid} is another program by now, {o.reused}" if o.reused else ""
     if page is None:
         return _is("bad", "gone", f"pid {o.pid} has ended{now}")
     if o.pid is None:
-        return _is("bad", "gone", f"it has not come to its first step: it starts up, or its start failed; {o.resume}")
+        return _is("bad", "gone", f"its start failed, or it ended before its first step; {o.resume}")
     at = f"after step {page.step} of {page.steps}" if page.step else "before its first step was through"
     return _is("bad", "gone", f"its process {o.pid} has ended {at}{now}; {o.resume}")
 

@@ -15,8 +15,9 @@ from probe.diary import Diary
 from probe.observed import Observed
 from probe.rhythm import Sample
 from trainer import nvml, pdh
-from trainer.device import on_battery, slug
+from trainer.device import on_battery, slug, team_name, team_size
 from trainer.errors import UserError
+from trainer.log import RunFolder
 from trainer.watch import AWAY_S
 
 SAME_S = 2.0
@@ -92,7 +93,7 @@ class Job:
 
     def _begin(self, device: str | None, kept: dict | None, results: Path) -> None:
         self._tree, self._counters = Tree(self._process), pdh.Counters()
-        self._uuid = self._card(device, kept and kept.get("ran_on"))
+        self._uuid = self._card(device, kept and kept["ran_on"])
         self._limits = nvml.limits(self._uuid) if self._uuid else {}
         name = _cards().get(self._uuid)
         self._cliff = Cliff.load(results / name / "cliff.json") if name else None
@@ -126,7 +127,7 @@ class Job:
         if device is not None:
             return _named(device, cards)
         if ran_on is not None:
-            cards = {uuid: name for uuid, name in cards.items() if name == ran_on}
+            cards = {uuid: name for uuid, name in cards.items() if ran_on in (name, team_name(name, team_size(ran_on)))}
         pids, memory = set(self._tree.members), self._counters.memory()
         holding = [uuid for uuid in cards if pids & set(nvml.processes(uuid))]
         if not holding and ran_on is None and not any(_has_card_open(pid, memory) for pid in pids):
@@ -195,7 +196,8 @@ class Job:
         if self._process is None:
             page = self._diary and self._page(0, 0.0)
             return Observed(self.pid, "cuda" if self._uuid else "cpu", 0.0, "gone", page=page, reused=self._name,
-                            resume=self._how_to_go_on() if self._diary else "")
+                            resume=self._how_to_go_on() if self._diary else "",
+                            held=bool(self._diary and RunFolder.held(self._diary.run)))
         (since_s, before_s, began_s, lines), (until_s, spent_s, _, _) = self._marks[0], self._marks[-1]
         try:
             is_stopped = self._process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)

@@ -20,6 +20,7 @@ from probe.health import judge, lines
 from probe.observed import Observed, Peer
 from probe.rhythm import Sample
 from trainer.config import StepConfig
+from trainer.log import RunFolder
 from trainer.plan import Plan
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
@@ -324,15 +325,18 @@ def test_a_process_that_keeps_its_files_to_itself_is_judged_by_the_rest(monkeypa
 
 
 def test_ended_runs_are_told_with_how_to_go_on(home):
-    """Finished; killed; killed and its pid another program's since; not begun."""
+    """Finished; killed; killed and its pid another program's since; not begun; going on just now."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     stands(home, "killed", gone.pid, time.time())
     stands(home, "reused", os.getpid(), time.time() - 10**6)
     (home / "early").mkdir()
     (home / "early/plan.json").write_text((home / "plan.json").read_text())
-    looks = {name: health(home, "--run", name, "--json") for name in ("whole", "killed", "reused", "early")}
-    told = {name: verdicts(look)["alive"] for name, look in looks.items()}
+    stands(home, "resumed", gone.pid, time.time())
+    with RunFolder.alone(home / "resumed"):  # by a process that reads its data still
+        looks = {name: health(home, "--run", name, "--json") for name in ("whole", "killed", "reused", "early", "resumed")}
+        told = {name: verdicts(look)["alive"] for name, look in looks.items()}
+    assert told["resumed"][:2] == ("ok", "starting")
     assert told["whole"][:2] == ("ok", "finished")
     for name in ("killed", "reused", "early"):
         assert told[name][:2] == ("bad", "gone") and f"--run {name}" in told[name][2]

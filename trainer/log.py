@@ -9,11 +9,14 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from trainer.errors import Refused, UserError
-from trainer.pace import StepTimes
 from trainer.plan import Plan
 from trainer.units import format_bytes, format_count, format_duration
+
+if TYPE_CHECKING:  # it brings torch, which who looks at a run's folder needs not
+    from trainer.pace import StepTimes
 
 LOCK = ".lock"
 PATIENCE_S = 0.3
@@ -56,7 +59,7 @@ class Meter:
         self.step_s: list[float] = []
         self._recent: deque[StepTimes] = deque(maxlen=20)
 
-    def add(self, times: StepTimes) -> None:
+    def add(self, times: "StepTimes") -> None:
         self._seen += 1
         self._recent.append(times)
         if self._seen > self.WARMUP:
