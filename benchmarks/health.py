@@ -19,7 +19,7 @@ from trainer.config import ModelConfig, OptimizerConfig, StepConfig
 from trainer.plan import Plan, Predicted, Span
 from trainer.tokens import dtype_for, write_sidecar
 
-SHAPES = {"cpu": StepConfig(2, 128), "cuda": StepConfig(16, 512)}
+SHAPES = {"cpu": StepConfig(1, 32), "cuda": StepConfig(16, 512)}
 
 
 def start(folder: Path, model: ModelConfig, device: str) -> subprocess.Popen:

@@ -56,8 +56,9 @@ def _spent(process: psutil.Process) -> float:
 def twins(job: psutil.Process, run: Path | None) -> list[Twin]:
     """The job itself, first, and the processes with its command line in its folder, or with its run folder. Ranks of one
     distributed job are none of each other."""
-    itself = Twin.of(job, "itself")
-    found = [itself] if itself else []
+    if not (itself := Twin.of(job, "itself")):
+        return []
+    found = [itself]
     line, here = _line(job), _asked(job, psutil.Process.cwd)
     parents, children = _asked(job, psutil.Process.parents) or [], _asked(job, lambda p: p.children(recursive=True)) or []
     for other in psutil.process_iter():

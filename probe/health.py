@@ -54,7 +54,7 @@ def _gone(o: Observed, page: Page | None) -> Finding:
     if page and page.finished:
         return _is("ok", "finished", f"the run is through, all {page.steps} steps; its receipt is in {page.run}")
     if page and o.held:
-        return _is("ok", "starting", f"a process has {page.run} and has not come to its first step yet: look again in a while")
+        return _is("ok", "starting", f"a process has {page.run} and has not come to its first step: look again in a while")
     now = f"; pid {o.pid} is another program by now, {o.reused}" if o.reused else ""
     if page is None:
         return _is("bad", "gone", f"pid {o.pid} has ended{now}")

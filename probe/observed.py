@@ -37,11 +37,11 @@ class Peer:
 class Observed:
     """All that was seen of a job over `seconds`; None where it was not told.
 
-    `state` is running, stopped or gone; `reused` the program that has its pid now, if another one; `page` what the folder
-    of a run of ours says, `resume` how to go on with it, `held` whether a process has that folder; `cpu_s` the processor time that its tree used; `samples` in order of
-    time; `newer` (source file, seconds it is younger than the process); `saves` (name, age in seconds) of the
-    checkpoint-like files of another program, newest first; `fast_bytes` the card's cliff; the last fields are of the card
-    and the busiest of its other users.
+    `state` is running, stopped or gone; `reused` the program that has its pid now, if another one; `page` what the folder of
+    a run of ours says, `resume` how to go on with it, `held` whether a process has that folder; `cpu_s` the processor time
+    that its tree used; `samples` in order of time; `newer` (source file, seconds it is younger than the process); `saves`
+    (name, age in seconds) of the checkpoint-like files of another program, newest first; `fast_bytes` the card's cliff; the
+    last fields are of the card and the busiest of its other users.
     """
 
     pid: int | None

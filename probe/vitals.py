@@ -204,12 +204,12 @@ class Job:
         except psutil.NoSuchProcess:
             self._process = None
             return self.observed()
-        peers = [peer for twin in self._twins if (peer := twin.peer())]
+        itself, *peers = [twin.peer() for twin in self._twins] or [None]
         return Observed(
             self.pid, "cuda" if self._uuid else "cpu", until_s - since_s, "stopped" if is_stopped else "running",
-            spent_s - before_s, tuple(self._samples), self._diary and self._page(lines, began_s), "", None,
-            next((p for p in peers if p.relation == "itself"), None), tuple(p for p in peers if p.relation != "itself"),
-            self._newer, self._saves, on_battery() or nvml.power_source(self._uuid or "") == 1,
+            cpu_s=spent_s - before_s, samples=tuple(self._samples), page=self._diary and self._page(lines, began_s),
+            itself=itself, peers=tuple(filter(None, peers)), newer=self._newer, saves=self._saves,
+            on_battery=on_battery() or nvml.power_source(self._uuid or "") == 1,
             fast_bytes=self._cliff and self._cliff.device_bytes, **self._of_card(began_s), **self._limits)
 
     def _page(self, lines: int, since_s: float):

@@ -166,7 +166,7 @@ def home(tmp_path_factory):
     """A plan whose run would take hours, in steps of some ten milliseconds."""
     home = make_home(tmp_path_factory.mktemp("health"), shape=StepConfig(8, 32, 2), save=30)
     plan = Plan.load(home / "plan.json")
-    dataclasses.replace(plan, steps=10**6, eval=10, checkpoint=200).save(home / "plan.json")
+    dataclasses.replace(plan, steps=10**6, eval=10, checkpoint=60).save(home / "plan.json")
     return home
 
 
@@ -209,7 +209,7 @@ def found(home):
 @pytest.mark.parametrize(("job", "check", "expected", "words"), [
     ("well", "alive", ("ok", "running"), "log lines"),
     ("well", "speed", ("ok", "steady"), "tok/s"),
-    ("well", "checkpoints", ("ok", None), "every 200 steps"),
+    ("well", "checkpoints", ("ok", None), "every 60 steps"),
     ("well", "sources", ("ok", "unchanged"), ""),
     ("bubble", "speed", ("bad", "data bubble"), "data "),
     ("bubble", "alive", ("ok", "running"), ""),
