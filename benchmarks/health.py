@@ -51,7 +51,7 @@ class Bench:
         with open(self.run / "log.jsonl", encoding="utf-8") as f:
             lines = [json.loads(text) for text in f if text.endswith("\n")]
         steps = [line["at"] for line in lines if line["kind"] == "step" and begin <= line["at"] <= until]
-        if len(steps) < 10:
+        if len(steps) < 5:
             raise SystemExit(f"only {len(steps)} steps in a window: take longer --seconds or a smaller --model")
         return {"steps_s": (len(steps) - 1) / (steps[-1] - steps[0]), "cpu_s_step": spent / len(steps),
                 "watcher_cpu_s_min": 60 * watching / (until - begin)}
