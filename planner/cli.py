@@ -1,13 +1,14 @@
 """The command `plan`."""
 
 import dataclasses
+import glob
 import math
 from pathlib import Path
 
 import click
 from click.core import ParameterSource
 
-from trainer.cli import HELP, Output, given, guarded, json_option, print_rows
+from trainer.cli import HELP, Output, column_option, dtype_option, given, guarded, json_option, print_rows
 from trainer.errors import NoPlan, UserError
 
 results_option = click.option("--results", default="results", show_default=True, type=click.Path(path_type=Path),
@@ -17,7 +18,9 @@ records_option = click.option("--records", "files", multiple=True, type=click.Pa
 
 
 @click.group(invoke_without_command=True, context_settings=HELP, no_args_is_help=True)
-@click.option("--corpus", metavar="100M|FILE", help="Tokens to train on, or a token file to count.")
+@click.option("--corpus", metavar="100M|FILE", help="Tokens to train on, or a token file, folder or pattern to count.")
+@dtype_option
+@column_option
 @click.option("--hours", metavar="H", help="Instead of --corpus: as many tokens as so many hours take (12, 90m).")
 @click.option("--epochs", default=1.0, show_default=True, type=click.FloatRange(0, 1e5, min_open=True),
               help="Times that the corpus is seen.")
@@ -36,8 +39,8 @@ records_option = click.option("--records", "files", multiple=True, type=click.Pa
               metavar="FILE", help="The plan to write.")
 @json_option
 @click.pass_context
-def cli(ctx, corpus, hours, epochs, model, vocab, length, tokens_per_step, limit, device, gpus, sharded, files, results,
-        out_path, as_json) -> None:
+def cli(ctx, corpus, dtype, column, hours, epochs, model, vocab, length, tokens_per_step, limit, device, gpus, sharded,
+        files, results, out_path, as_json) -> None:
     """Choose the sweet spot among measured cells, and forecast the hours of a corpus."""
     if ctx.invoked_subcommand:
         typed = [p.opts[0] for p in ctx.command.params
@@ -59,12 +62,12 @@ def cli(ctx, corpus, hours, epochs, model, vocab, length, tokens_per_step, limit
     if not math.isfinite(epochs):
         raise click.UsageError(f"--epochs {epochs} must be a number above 0")
     out = Output(as_json)
+    vocab = given(vocab, parse_count, "--vocab")
     question = Question(
-        corpus_tokens=given(corpus, _corpus), hours=given(hours, parse_hours, "--hours"), epochs=epochs,
-        length=given(length, parse_count, "--length"),
+        corpus_tokens=given(corpus, _corpus, vocab, dtype, column, out.say),
+        hours=given(hours, parse_hours, "--hours"), epochs=epochs, length=given(length, parse_count, "--length"),
         tokens_per_step=given(tokens_per_step, parse_count, "--tokens-per-step"),
         limit_bytes=given(limit, parse_bytes, "--limit"))
-    vocab = given(vocab, parse_count, "--vocab")
     records, known = at_hand.read(results, files, device, out.say, gpus, sharded)
     models = [name.strip() for name in model.split(",")] if model else [None]
     forecasts = {}
@@ -99,14 +102,14 @@ def cli(ctx, corpus, hours, epochs, model, vocab, length, tokens_per_step, limit
         "models": {name: f if isinstance(f, str) else f.plan.to_json() for name, f in forecasts.items()}})
 
 
-def _corpus(text: str) -> int:
-    """Tokens of a count ("100M") or of a token file."""
+def _corpus(text: str, vocab: int | None, dtype: str | None, column: str | None, say) -> int:
+    """Tokens of a count ("100M") or of token files."""
     from trainer.units import parse_count
 
-    if Path(text).is_file():
-        from trainer.tokens import Tokens
+    if Path(text).exists() or glob.glob(text, recursive=True):
+        from trainer.formats import open_tokens
 
-        count = len(Tokens.open(text).ids)
+        count = len(open_tokens([text], vocab, dtype, column, say).ids)
         if not count:
             raise UserError(f"token file {text} is empty")
         return count

@@ -97,13 +97,22 @@ class Output:
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, words on stderr.")
 device_option = click.option("--device", metavar="D",
                              help="cuda, cuda:1, cpu, mps, xpu, or a name under results/.  [default: the best here]")
+data_option = click.option("--data", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
+                           help="Token file, folder or pattern to train on; may be repeated.")
+val_option = click.option("--val", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
+                          help="The same to validate on.  [default: the last hundredth of --data]")
+dtype_option = click.option("--dtype", type=click.Choice(["uint16", "uint32"]),
+                            help="Of a flat token file.  [default: told by its content]")
+column_option = click.option("--column", metavar="NAME", help="Of a Parquet or Arrow file.  [default: input_ids, tokens, "
+                                                              "ids or the only one of ids]")
 
 
 @click.group(invoke_without_command=True, context_settings=HELP, no_args_is_help=True)
 @click.option("--plan", "plan_path", type=click.Path(path_type=Path), metavar="FILE", help="The plan to run.")
-@click.option("--data", type=click.Path(path_type=Path), metavar="FILE", help="Token file to train on.")
-@click.option("--val", type=click.Path(path_type=Path), metavar="FILE",
-              help="Token file to validate on.  [default: the last hundredth of --data]")
+@data_option
+@val_option
+@dtype_option
+@column_option
 @click.option("--run", "run_path", type=click.Path(path_type=Path), metavar="DIR",
               help="The run's folder.  [default: results/runs/MODEL-TIME]")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --run.")
@@ -112,16 +121,16 @@ device_option = click.option("--device", metavar="D",
 @device_option
 @json_option
 @click.pass_context
-def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, device, as_json) -> None:
+def cli(ctx, plan_path, data, val, dtype, column, run_path, resume, dry_run, allow_battery, device, as_json) -> None:
     """Train a small language model as planned, in fp32, and write a receipt of planned beside actual.
 
     On N cards of one machine: torchrun --nproc-per-node N $(which train) --plan ...
     """
     if ctx.invoked_subcommand:
-        if plan_path or data or val or run_path or resume or dry_run:
+        if plan_path or data or val or dtype or column or run_path or resume or dry_run:
             raise click.UsageError(f"options of a run don't go with `train {ctx.invoked_subcommand}`; put its own after it")
         return
-    if plan_path is None or data is None:
+    if plan_path is None or not data:
         raise click.UsageError("a run needs --plan FILE and --data FILE; `plan` and `train tokenize` make them")
     if resume and run_path is None:
         raise click.UsageError("--resume needs --run DIR, the folder of the run to go on with")
@@ -144,11 +153,12 @@ def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, dev
     from trainer.data import open_data
     from trainer.loop import run
 
-    tokens, held = open_data(plan, data, val, keep=not dry_run)
+    tokens, held = open_data(plan, data, val, not dry_run, dtype, column, out.say)
     folder_path = run_path or default_run(Path("results"), plan)
     seen = plan.steps * plan.step.tokens / len(tokens.ids)
     out.say(describe(plan))
-    out.say(f"data {data}: {len(tokens.ids):,} tokens, each seen {seen:.1f} times; {len(held.ids):,} held back to validate")
+    named = ", ".join(map(str, data))
+    out.say(f"data {named}: {len(tokens.ids):,} tokens, each seen {seen:.1f} times; {len(held.ids):,} held back to validate")
     if resume:
         RunFolder.resume(folder_path, plan)
     team.seat.share(plan)
@@ -190,25 +200,27 @@ def cli(ctx, plan_path, data, val, run_path, resume, dry_run, allow_battery, dev
 
 @cli.command(context_settings=HELP)
 @click.option("--plan", "plan_path", required=True, type=click.Path(path_type=Path), metavar="FILE", help="The plan to run.")
-@click.option("--data", type=click.Path(path_type=Path), metavar="FILE", help="Token file to train on.")
-@click.option("--val", type=click.Path(path_type=Path), metavar="FILE", help="Token file to validate on.")
+@data_option
+@val_option
+@dtype_option
+@column_option
 @click.option("--run", "run_path", type=click.Path(path_type=Path), metavar="DIR",
               help="The folder that the run would have.  [default: results/runs/MODEL-TIME]")
 @click.option("--allow-battery", is_flag=True, help="Only warn of a battery.")
 @device_option
 @json_option
-def audit(plan_path, data, val, run_path, allow_battery, device, as_json) -> None:
+def audit(plan_path, data, val, dtype, column, run_path, allow_battery, device, as_json) -> None:
     """Go through what a run of the plan would meet here, as every start does; exit 4 if something refuses."""
     from trainer import audit as checklist
     from trainer.log import default_run
     from trainer.look import examine
     from trainer.plan import Plan
 
-    if val is not None and data is None:
+    if val and not data:
         raise click.UsageError("--val needs --data FILE, the tokens to train on")
     out, plan = Output(as_json), Plan.load(plan_path)
     findings = checklist.judge(examine(plan, data, val, run_path or default_run(Path("results"), plan), device,
-                                       allow_battery))
+                                       allow_battery, dtype=dtype, column=column, say=out.say))
     refusal = checklist.refusal(findings)
     for line in checklist.lines(findings):
         out.say(line)

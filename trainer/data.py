@@ -1,26 +1,32 @@
 """What a run trains and validates on, and whether it is still the same."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.errors import UserError
+from trainer.formats import open_tokens
 from trainer.plan import Plan, held_back
 from trainer.tokens import Tokens
 
 
-def open_data(plan: Plan, data: Path, val: Path | None, keep: bool = True) -> tuple[Tokens, Tokens]:
+def open_data(plan: Plan, data: Sequence[Path], val: Sequence[Path] = (), keep: bool = True, dtype: str | None = None,
+              column: str | None = None, say=lambda line: None) -> tuple[Tokens, Tokens]:
     """Training and validation tokens, every id checked against the plan's vocabulary. Without `val`, the last hundredth
     of the data (at least one window, at most what an evaluation reads) is kept for it. UserError if they don't suit.
-    `keep` is Tokens.check's."""
+    `keep` is Tokens.check's; `dtype`, `column` and `say` are open_tokens'."""
     length = plan.step.length
-    tokens = Tokens.open(data)
+    tokens = open_tokens(data, plan.model.vocab, dtype, column, say)
     tokens.check(plan.model.vocab, keep)
-    if val is not None:
-        held = Tokens.open(val)
+    if val:
+        held = open_tokens(val, plan.model.vocab, dtype, column, say)
         held.check(plan.model.vocab, keep)
+        train, other = ({str(Path(s.path).resolve()) for s in t.shards or (t,)} for t in (tokens, held))
+        if both := sorted(train & other):
+            raise UserError(f"token file {both[0]} is in both --data and --val; what is validated on must not be trained on")
     else:
         if len(tokens.ids) < 2 * (length + 1):
-            raise UserError(f"token file {data} has {len(tokens.ids)} tokens; at length {length} a window to train on and "
-                            f"one to validate on take {2 * (length + 1)}: give more text or a shorter length, or --val")
+            raise UserError(f"token file {tokens.path} has {len(tokens.ids)} tokens; at length {length} a window to train "
+                            f"on and one to validate on take {2 * (length + 1)}: give more text, a shorter length, or --val")
         tokens, held = tokens.split(held_back(len(tokens.ids), plan.step))
     tokens.windows(length)
     held.windows(length)

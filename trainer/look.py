@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from trainer import nvml
@@ -27,17 +28,18 @@ def look(plan: Plan, where, run: Path, resume: bool = False, allow_battery: bool
         run_problem=None if resume else RunFolder.problem(run), held=RunFolder.held(run), **seen)
 
 
-def examine(plan: Plan, data: Path | None, val: Path | None, run: Path, name: str | None, allow_battery: bool) -> Situation:
+def examine(plan: Plan, data: Sequence[Path], val: Sequence[Path], run: Path, name: str | None, allow_battery: bool,
+            **how) -> Situation:
     """What a start of `plan` on the device called `name` would meet: data that don't suit and a build that lacks the
-    card's kernels are part of it. UserError for a device that isn't there."""
+    card's kernels are part of it; `how` are open_data's options. UserError for a device that isn't there."""
     known, where = {}, None
     try:
         where = resolve(name)
     except NoKernels as e:
         known["build"] = str(e)
-    if data is not None:
+    if data:
         try:
-            known["tokens"] = len(open_data(plan, data, val)[0].ids)
+            known["tokens"] = len(open_data(plan, data, val, **how)[0].ids)
         except UserError as e:
             known["data_problem"] = str(e)
     return look(plan, where, run, allow_battery=allow_battery, **known)

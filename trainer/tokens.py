@@ -1,11 +1,12 @@
-"""Token files: memory-mapped ids with a small JSON beside, and batches that are contiguous slices of them."""
+"""Runs of token ids, memory-mapped from one file or several, and batches that are contiguous slices of them.
+trainer/formats.py says which files hold ids and how."""
 
 import contextlib
 import functools
 import itertools
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def scan_file(path: Path | str) -> Path:
     return Path(f"{path}.scan.json")
 
 
-def _stamp(path: str) -> dict | None:
+def stamp(path: Path | str) -> dict | None:
     """What tells whether a file is still the one that was scanned; None where there is no file."""
     try:
         now = os.stat(path)
@@ -44,29 +45,58 @@ def _stamp(path: str) -> dict | None:
     return {"size": now.st_size, "mtime_ns": now.st_mtime_ns}
 
 
-def _scanned(path: str, stamp: dict | None) -> int | None:
+def _scanned(path: str, now: dict | None) -> int | None:
     """The highest id that an earlier scan of this very file found."""
     try:
         kept = read_json(scan_file(path), "scan")
     except UserError:
         return None
     highest = kept.pop("max_id", None)
-    return highest if type(highest) is int and highest >= 0 and kept == stamp else None
+    return highest if type(highest) is int and highest >= 0 and kept == now else None
 
 
-def write_sidecar(path: Path, count: int, vocab: int, tokenizer: str | None) -> None:
-    write_json(sidecar(path), {"schema": SCHEMA, "dtype": dtype_for(vocab).name, "count": count, "vocab": vocab,
-                               "tokenizer": tokenizer})
+def write_sidecar(path: Path, count: int, vocab: int, tokenizer: str | None, dtype: np.dtype | None = None, **more) -> None:
+    """Says what the ids in `path` are; `dtype` is dtype_for(vocab) unless told otherwise, `more` is kept for its writer."""
+    write_json(sidecar(path), {"schema": SCHEMA, "dtype": (dtype or dtype_for(vocab)).name, "count": count, "vocab": vocab,
+                               "tokenizer": tokenizer, **more})
+
+
+class Joined:
+    """Arrays of ids that are read as one. A slice within one of them is an array without a copy; one that spans several is
+    another Joined, which numpy copies together where an array is needed."""
+
+    def __init__(self, parts: Sequence[np.ndarray]) -> None:
+        self.parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+        self.nbytes = sum(part.nbytes for part in parts)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, which: slice) -> "np.ndarray | Joined":
+        start, stop, _ = which.indices(len(self))
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        found = []
+        while start < stop:
+            part, begin = self.parts[first], int(self._ends[first]) - len(self.parts[first])
+            found.append(part[start - begin:stop - begin])
+            start, first = int(self._ends[first]), first + 1
+        return Joined(found) if len(found) > 1 else found[0] if found else self.parts[0][:0]
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return np.asarray(np.concatenate(self.parts), dtype)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A run of token ids, all below `vocab`; `tokenizer` is the path of the tokenizer.json that made them, if known."""
+    """A run of token ids, all below `vocab` if it is known; `tokenizer` is the path of the tokenizer.json that made them, if
+    known; `shards` are the files of several that are read as one."""
 
-    ids: np.ndarray
-    vocab: int
+    ids: np.ndarray | Joined
+    vocab: int | None
     path: str
     tokenizer: str | None = None
+    shards: tuple["Tokens", ...] = ()
 
     @classmethod
     def open(cls, path: Path | str) -> "Tokens":
@@ -98,6 +128,15 @@ class Tokens:
         ids = np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
         return cls(ids, facts["vocab"], str(path), tokenizer and str(path.parent / tokenizer))
 
+    @classmethod
+    def join(cls, shards: Sequence["Tokens"]) -> "Tokens":
+        """The shards, one after another, as one run of tokens."""
+        first = shards[0]
+        if len(shards) == 1:
+            return first
+        return cls(Joined([s.ids for s in shards]), first.vocab, f"{first.path} and {len(shards) - 1} more", first.tokenizer,
+                   tuple(shards))
+
     def check(self, vocab: int, keep: bool = True) -> None:
         """Looks at every id; UserError naming the first that a model of `vocab` has no row for, and where it is.
 
@@ -105,27 +144,38 @@ class Tokens:
         kept beside it if `keep`, and believed as long as the file's size and time of change are what they were; it bounds
         the ids of a piece of the file too, but a piece's own is not the file's and is not kept.
         """
-        stamp = _stamp(self.path)
-        highest = _scanned(self.path, stamp)
+        for shard in self.shards:
+            shard.check(vocab, keep)
+        if self.shards:
+            return
+        now = stamp(self.path)
+        highest = _scanned(self.path, now)
         if highest is not None and highest < vocab:
             return
         highest = 0
         for start in range(0, len(self.ids), SCAN):
             piece = self.ids[start:start + SCAN]
             highest = max(highest, int(piece.max()))
+            if piece.dtype.kind == "i" and piece.min() < 0:
+                at = int(np.argmax(piece < 0))
+                raise UserError(f"token file {self.path}: id {int(piece[at])} at position {start + at} is negative, which "
+                                f"no token is; make the file again without padding or masks")
             if highest >= vocab:
                 at = int(np.argmax(piece >= vocab))
-                raise UserError(f"token file {self.path}: id {int(piece[at])} at position {start + at} is past the "
-                                f"model's vocabulary of {vocab}; plan with --vocab {self.vocab} or more, or tokenize again")
-        if keep and stamp and stamp == _stamp(self.path) and stamp["size"] == self.ids.nbytes > 0:
+                raise UserError(f"token file {self.path}: id {int(piece[at])} at position {start + at} is past the model's "
+                                f"vocabulary of {vocab}; plan with --vocab {self.vocab or int(piece[at]) + 1} or more, or "
+                                f"tokenize again")
+        whole = getattr(self.ids, "offset", 0) + self.ids.nbytes
+        if keep and now and now == stamp(self.path) and now["size"] == whole > 0:
             with contextlib.suppress(UserError):  # a folder that can't be written to costs another scan, no more
-                write_json(scan_file(self.path), {**stamp, "max_id": highest})
+                write_json(scan_file(self.path), {**now, "max_id": highest})
 
     def checksum(self) -> int:
         """CRC-32 of all ids."""
         found = 0
-        for start in range(0, len(self.ids), SCAN):
-            found = zlib.crc32(self.ids[start:start + SCAN].tobytes(), found)
+        for part in self.ids.parts if isinstance(self.ids, Joined) else [self.ids]:
+            for start in range(0, len(part), SCAN):
+                found = zlib.crc32(part[start:start + SCAN].tobytes(), found)
         return found
 
     def where(self, step: int, shape: StepConfig) -> str:
@@ -173,7 +223,7 @@ class Tokens:
         if wanted >= batch:
             wanted -= wanted % batch
         starts = np.linspace(0, count - 1, wanted).round().astype(int) * length
-        rows = np.stack([self.ids[s:s + length + 1] for s in starts]).astype(np.int32)
+        rows = np.stack([np.asarray(self.ids[s:s + length + 1]) for s in starts]).astype(np.int32)
         return [rows[i:i + batch] for i in range(0, len(rows), batch)]
 
 
