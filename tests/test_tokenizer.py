@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from trainer.corpus import tokenize
 from trainer.errors import UserError
-from trainer.tokenizer import END_OF_TEXT, load, tokenize
+from trainer.tokenizer import END_OF_TEXT, load
 from trainer.tokens import Tokens
 
 TEXT = "def f(x):\n    return x  # naïve café ☕\r\n" * 300

@@ -251,14 +251,27 @@ def print_rows(out: Output, head: tuple[str, ...], rows) -> None:
 @click.option("--vocab", default="32000", show_default=True, metavar="N", help="Entries of the tokenizer to train.")
 @click.option("--tokenizer", "tokenizer_path", type=click.Path(path_type=Path), metavar="FILE",
               help="Use this tokenizer.json instead of training one.")
+@click.option("--field", metavar="NAME", help="Of JSONL, the field that holds the text.  [default: text or content]")
+@click.option("--end", metavar="TOKEN", help="What ends a document.  [default: the tokenizer's own end of text]")
+@click.option("--val-share", default=0.0, type=click.FloatRange(0, 0.5), metavar="X",
+              help="Hold this share of the documents back to validate on, in OUT.val.")
+@click.option("--val", multiple=True, type=click.Path(path_type=Path), metavar="TEXT",
+              help="Texts to validate on, tokenized into OUT.val.")
 @json_option
-def tokenize(texts, out_path, vocab, tokenizer_path, as_json) -> None:
-    """Turn UTF-8 text files into a token file with a byte-level BPE trained on them."""
-    from trainer import tokenizer
+def tokenize(texts, out_path, vocab, tokenizer_path, field, end, val_share, val, as_json) -> None:
+    """Turn texts (plain or JSONL, also gzip or zstd; files, folders, patterns) into a token file, with a byte-level BPE
+    trained on them. Run again after it was stopped, it goes on."""
+    from trainer.corpus import tokenize as write
+    from trainer.live import Live
     from trainer.units import parse_count
 
+    if val_share and val:
+        raise click.UsageError("--val-share and --val are two ways to the same; give one")
     out = Output(as_json)
-    out.result(tokenizer.tokenize(list(texts), out_path, parse_count(vocab, "--vocab"), tokenizer_path, out.say))
+    with Live(out.console()) as live:
+        facts = write(texts, out_path, parse_count(vocab, "--vocab"), tokenizer_path, field, end, val_share, val, live.say,
+                      live.update)
+    out.result(facts)
 
 
 @cli.command(context_settings=HELP)
