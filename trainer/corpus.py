@@ -19,7 +19,8 @@ from trainer.units import format_bytes, format_count, format_duration
 SCHEMA = 1
 """Of the progress file and of how texts are cut: what another version began is begun again."""
 LEARN = 100_000_000
-"""Most bytes of text that a BPE is learned from."""
+"""Most bytes of text that a BPE is learned from: of 16,000 entries, 30 MB of Python sources gave 0.9% more bytes a token
+than 10 MB, in four times the time."""
 SAVE_S = 5
 """Seconds of work that a kill can cost."""
 CHECK_S = 1
@@ -41,8 +42,8 @@ class Progress:
 
 
 def side_of(text: str, share: float) -> int:
-    """Where a document that begins with the piece `text` goes: to validation (1) by its hash, so that one that is there twice
-    is on one side only, whatever order the texts come in."""
+    """Where a document that begins with the piece `text` goes: to validation (1) by its hash, so that one that is there
+    twice is on one side only, whatever order the texts come in."""
     return int(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") < share * 2**64)
 
 
@@ -135,8 +136,8 @@ class _Job:
                 coder = self._coder(vocab, tokenizer_path, fields)
                 marker = tokenizer.end_of_text(coder, end)
                 if marker is None:
-                    self.say("warning: this tokenizer has no end-of-text token, so nothing is put between documents; name one "
-                             "with --end")
+                    self.say("warning: this tokenizer has no end-of-text token, so nothing is put between documents; name "
+                             "one with --end")
                 if val_share:
                     self._several_documents(fields, marker)
                 self._write(coder, marker, fields, val_share)
@@ -189,8 +190,8 @@ class _Job:
                     seen += piece.starts
                     if seen > 1:
                         return
-        raise UserError(f"text {self.paths[0]} is one document, which --val-share can't split; give --val FILE, put lines "
-                        f"of {marker} between its documents, or leave it away: train holds the last hundredth back by itself")
+        raise UserError(f"text {self.paths[0]} is one document, which --val-share can't split; give --val FILE, put "
+                        f"lines of {marker} between its documents, or leave it away: train holds back the last hundredth")
 
     def _items(self, fields: list[str | None], marker: str | None, val_share: float) -> Iterator[Item]:
         """What is not written yet."""
@@ -230,7 +231,7 @@ class _Job:
                 now = time.monotonic()
                 if not self.warned and (checked == begin or now - checked > CHECK_S):
                     checked = now
-                    self._check(coder, batch[0].text, first)
+                    self._check(coder, batch[0].text, first.ids)
                 if now - saved > SAVE_S:
                     saved = now
                     self._save(files)

@@ -25,8 +25,8 @@ class Item:
 
 
 def encoded(coder, end: list[int], dtype: np.dtype, items: Iterator[Item]):
-    """(batch, its ids for training and for validation, the ids of its first piece), in order. Two calls are at work at a
-    time, so that the cores have something to do while the ids of one become an array; this thread reads meanwhile."""
+    """(batch, its ids for training and for validation, what its first piece was encoded to), in order. Two calls are at work
+    at a time, so that the cores have something to do while the ids of one become an array; this thread reads meanwhile."""
     def encode(batch: list[Item]):
         sides: tuple[list[int], list[int]] = ([], [])
         encoded = coder.encode_batch_fast([item.text for item in batch], add_special_tokens=False)
@@ -34,7 +34,7 @@ def encoded(coder, end: list[int], dtype: np.dtype, items: Iterator[Item]):
             sides[item.side].extend(one.ids)
             if item.ends:
                 sides[item.side].extend(end)
-        return batch, [np.array(ids, dtype) for ids in sides], encoded[0].ids
+        return batch, [np.array(ids, dtype) for ids in sides], encoded[0]
 
     waiting: deque = deque()
     pool = ThreadPoolExecutor(2)
