@@ -1,8 +1,8 @@
 """`train tokenize` beside `tokenizers`' own encode_batch on the same text, in turns in one run: rate and peak memory.
 
-    python3 -m benchmarks.tokenize [--megabytes 1000] [--turn 20] [--out FILE]
+    python3 -m benchmarks.tokenize [--megabytes 1000] [--turn 20] [--call encode_batch]
 
-The text is the words and lines of Python's standard library, shuffled by file, until it is long enough. Both take the same
+The text is the sources of Python's standard library, file after file in another order each time round. Both take the same
 tokenizer.json, made beforehand. encode_batch gets what is the best for it: the text in memory before the clock starts, in
 pieces and batches of the sizes that `train tokenize` uses; its ids are dropped. Each runs in a process of its own, and they
 are suspended in turns, so that a machine that others use is as slow for one as for the other.
@@ -17,9 +17,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-
-WARM_MB = 2
-"""Text that is encoded before the clock starts."""
 
 
 def write_text(path: Path, megabytes: float) -> None:
@@ -40,28 +37,85 @@ def write_text(path: Path, megabytes: float) -> None:
 
 
 def ours(text: Path, coder: Path, out: Path) -> None:
-    """The whole command's work: reading, encoding, writing, flushing."""
+    """The whole command's work: reading, encoding, checking, writing, flushing."""
     from trainer.corpus import tokenize
+    from trainer.usage import resident_peak_bytes
 
-    begin = time.monotonic()
+    print("ready", flush=True)
     facts = tokenize([text], out, 1, coder)
-    print(json.dumps({"bytes": facts["bytes"], "tokens": facts["tokens"], "from": begin}))
+    print(json.dumps({"bytes": facts["bytes"], "tokens": facts["tokens"], "peak_bytes": resident_peak_bytes()}))
 
 
-def theirs(text: Path, coder: Path) -> None:
+def theirs(text: Path, coder: Path, call: str) -> None:
+    """encode_batch (or encode_batch_fast, which leaves out the offsets) alone."""
     from tokenizers import Tokenizer
 
     from trainer.encode import BATCH
     from trainer.texts import Source, cut
+    from trainer.usage import resident_peak_bytes
 
-    tokenizer = Tokenizer.from_file(str(coder))
+    encode = getattr(Tokenizer.from_file(str(coder)), call)
     with Source(text) as source:
         pieces = list(cut(source.text().read))
     print("ready", flush=True)
-    tokens = count = begin = 0
+    tokens = size = begin = 0
     for end, piece in enumerate(pieces, 1):
-        count += len(piece)
-        if count >= BATCH or end == len(pieces):
-            tokens += sum(len(e.ids) for e in tokenizer.encode_batch(pieces[begin:end], add_special_tokens=False))
-            count, begin = 0, end
-    print(json.dumps({"bytes": text.stat().st_size, "tokens": tokens}))
+        size += len(piece)
+        if size >= BATCH or end == len(pieces):
+            tokens += sum(map(len, encode(pieces[begin:end], add_special_tokens=False)))
+            size, begin = 0, end
+    print(json.dumps({"bytes": text.stat().st_size, "tokens": tokens, "peak_bytes": resident_peak_bytes()}))
+
+
+def in_turns(commands: dict[str, list[str]], turn_s: float) -> dict[str, dict]:
+    """What each process printed, and the seconds that it was let run after it was ready."""
+    import psutil
+
+    children = {name: subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for name, command in commands.items()}
+    spent = dict.fromkeys(children, 0.0)
+    for child in children.values():
+        assert child.stdout.readline() == "ready\n"
+        psutil.Process(child.pid).suspend()
+    while running := [name for name, child in children.items() if child.poll() is None]:
+        for name in running:
+            begin = time.monotonic()
+            psutil.Process(children[name].pid).resume()
+            try:
+                children[name].wait(turn_s)
+            except subprocess.TimeoutExpired:
+                psutil.Process(children[name].pid).suspend()
+            spent[name] += time.monotonic() - begin
+    return {name: json.loads(child.stdout.read()) | {"seconds": spent[name]} for name, child in children.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=float, default=1000)
+    parser.add_argument("--turn", type=float, default=20, help="seconds")
+    parser.add_argument("--call", default="encode_batch", help="encode_batch or encode_batch_fast")
+    parser.add_argument("--only", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    if options.only:
+        name, *paths = options.only
+        ours(*map(Path, paths)) if name == "ours" else theirs(*map(Path, paths), options.call)
+        return
+    from trainer.texts import sample
+    from trainer.tokenizer import train
+
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        text, coder = Path(folder, "text.txt"), Path(folder, "tokenizer.json")
+        write_text(text, options.megabytes)
+        train(sample([text], [None], 10_000_000), 16_000).save(str(coder))
+        again = [sys.executable, "-m", "benchmarks.tokenize", "--call", options.call, "--only"]
+        found = in_turns({"train tokenize": [*again, "ours", str(text), str(coder), str(Path(folder, "out.bin"))],
+                          options.call: [*again, "theirs", str(text), str(coder)]}, options.turn)
+    rates = {name: f["bytes"] / 1e6 / f["seconds"] for name, f in found.items()}
+    print(f"{'':16} {'MB':>7} {'tokens':>12} {'seconds':>8} {'MB/s':>6} {'of theirs':>9} {'peak resident':>14}")
+    for name, f in found.items():
+        print(f"{name:16} {f['bytes'] / 1e6:7.1f} {f['tokens']:12,} {f['seconds']:8.1f} {rates[name]:6.2f} "
+              f"{rates[name] / rates[options.call]:9.2f} {f['peak_bytes'] / 1e6:11.0f} MB")
+
+
+if __name__ == "__main__":
+    main()
