@@ -321,8 +321,10 @@ def test_a_folder_is_its_token_files_alone(tmp_path):
     (tmp_path / "input.txt").write_text("First Citizen:\n" * 99)
     assert len(opened(tmp_path)[0].ids) == 4000
     nano_gpt(tmp_path / "val.bin")
-    with pytest.raises(UserError, match="train.bin, val.bin.; name them apart"):
-        opened(tmp_path)
+    for named in (tmp_path, tmp_path / "*.bin"):
+        with pytest.raises(UserError, match="train.bin, val.bin.; name them apart, by --data and --val"):
+            opened(named)
+    assert len(opened(tmp_path / "train.bin", tmp_path / "val.bin")[0].ids) == 8000
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no token file"):
         opened(tmp_path / "empty")

@@ -63,6 +63,8 @@ def tokenize(named: Sequence[Path], out: Path, vocab: int, tokenizer_path: Path 
         raise UserError(f"text {min(both)} is to train on and, by --val, to validate on; leave it out of one")
     job = _job([paths, held], vocab, tokenizer_path, field, end, val_share)
     if done := _finished(outs, job):
+        for left in _notes(out):
+            left.unlink(missing_ok=True)
         say(f"{out} is there already, made from these very texts")
         return done
     try:
@@ -86,6 +88,11 @@ def _job(paths: list[list[Path]], *how) -> str:
         except OSError as e:
             raise UserError(f"tokenizer {tokenizer_path} can't be read: {e.strerror or e}") from None
     return hashlib.sha256(json.dumps([SCHEMA, seen, vocab, *options]).encode()).hexdigest()
+
+
+def _notes(out: Path) -> tuple[Path, Path]:
+    """Where a job notes how far it is, and keeps its tokenizer."""
+    return out.with_name(f"{out.name}.part.json"), out.with_name(f"{out.name}.part.tokenizer.json")
 
 
 def _finished(outs: list[Path], job: str) -> dict | None:
@@ -121,8 +128,7 @@ class _Job:
     def __init__(self, paths: list[Path], held: list[Path], outs: list[Path], job: str, say, update) -> None:
         self.paths, self.training, self.outs, self.say, self.update = paths + held, len(paths), outs, say, update
         self.parts = [path.with_name(f"{path.name}.part") for path in outs]
-        self.notes = outs[0].with_name(f"{outs[0].name}.part.json")
-        self.coder_part = outs[0].with_name(f"{outs[0].name}.part.tokenizer.json")
+        self.notes, self.coder_part = _notes(outs[0])
         self.coder_kept = outs[0].with_name(f"{outs[0].name}.tokenizer.json")
         self.progress = Progress(job)
         self.read_bytes = 0

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from trainer.errors import UserError
 
-SIDES = (re.compile(r"(?<![a-z])train", re.I), re.compile(r"(?<![a-z])(val|test|dev|eval)", re.I))
+HELD = re.compile(r"(?<![a-z])(val|valid|validation|test|dev|eval)(?![a-z])", re.I)
+"""In the names of files to validate on."""
 MADE = ".tokens.bin"
 """What is added to the name of a Parquet or Arrow file for its flat copy."""
 
@@ -19,18 +20,22 @@ def natural(path: Path) -> list:
 
 def expand(named: Sequence[Path | str], holds_ids) -> list[Path]:
     """The files that `named` stands for: a file, a folder's files of which `holds_ids(path)`, or a pattern's. UserError for
-    one that is not there, one that is named twice, and a folder that mixes training and validation."""
+    one that is not there, one that is named twice, and a folder or pattern that mixes training and validation."""
     found: list[Path] = []
     for name in map(Path, named):
-        if name.is_dir():
-            found += _folder(name, holds_ids)
-        elif name.is_file():
+        if name.is_file():
             found.append(name)
-        else:
-            matches = _ours_left_out(Path(p) for p in glob.glob(str(name), recursive=True))
-            if not matches:
-                raise UserError(f"token file {name}: no such file; `train tokenize TEXT --out {name}` makes one")
-            found += matches
+            continue
+        matches = [Path(p) for p in glob.glob(str(name), recursive=True)]
+        inside = _folder(name, holds_ids) if name.is_dir() else _ours_left_out(matches)
+        if not inside:
+            raise UserError(f"token file {name}: no such file; `train tokenize TEXT --out {name}` makes one")
+        held = [p for p in inside if HELD.search(p.name)]
+        if 0 < len(held) < len(inside):
+            other = next(p for p in inside if p not in held)
+            raise UserError(f"{name} stands for files to train on and to validate on ({other.name}, {held[0].name}); "
+                            f"name them apart, by --data and --val")
+        found += inside
     twice = next((p for i, p in enumerate(found) if p.resolve() in {q.resolve() for q in found[:i]}), None)
     if twice:
         raise UserError(f"token file {twice} is named twice by --data; its tokens would be counted twice")
@@ -46,13 +51,13 @@ def _ours_left_out(paths) -> list[Path]:
 
 
 def _folder(folder: Path, holds_ids) -> list[Path]:
-    found = [p for p in _ours_left_out(folder.iterdir()) if holds_ids(p)]
+    try:
+        there = list(folder.iterdir())
+    except OSError as e:
+        raise UserError(f"folder {folder}: {e.strerror or e}") from None
+    found = [p for p in _ours_left_out(there) if holds_ids(p)]
     if not found:
-        inside = sorted(p.name for p in folder.iterdir() if p.is_dir())
+        inside = sorted(p.name for p in there if p.is_dir())
         more = f"; it has the folders {', '.join(inside[:4])}: name one of them" if inside else ""
         raise UserError(f"folder {folder} holds no token file{more or '; `train tokenize` makes one from texts'}")
-    train, other = ([p.name for p in found if side.search(p.name)] for side in SIDES)
-    if train and other:
-        raise UserError(f"folder {folder} holds files to train on and to validate on ({train[0]}, {other[0]}); name them "
-                        f"apart, such as --data \"{folder / '*train*'}\" --val \"{folder / '*val*'}\"")
     return found

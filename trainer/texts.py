@@ -40,13 +40,15 @@ def files(named: Sequence[Path], besides: Sequence[Path]) -> list[Path]:
     """The files that names, folders (with all in them) and patterns stand for, in natural order, without what is written
     beside `besides`; UserError for what is not there or empty."""
     def theirs(paths) -> list[Path]:
-        return sorted((p for p in paths if p.is_file() and not any(part.startswith(".") for part in p.parts)
-                       and not any(p.absolute().parent == out.absolute().parent and p.name.startswith(out.name)
-                                   for out in besides)), key=natural)
+        return sorted((p for p in paths if p.is_file() and not any(
+            p.absolute().parent == out.absolute().parent and p.name.startswith(out.name) for out in besides)), key=natural)
+
+    def shown(folder: Path) -> list[Path]:
+        return [p for p in folder.rglob("*") if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
 
     found: list[Path] = []
     for name in map(Path, named):
-        inside = theirs(name.rglob("*")) if name.is_dir() else [name] if name.is_file() else (
+        inside = theirs(shown(name)) if name.is_dir() else [name] if name.is_file() else (
             theirs(map(Path, glob.glob(str(name), recursive=True))))
         if not inside:
             raise UserError(f"text {name}: {'no file in it' if name.is_dir() else 'no such file'}")
