@@ -24,20 +24,42 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 def converted(path: Path, kind: str, column: str | None, say) -> Tokens:
     """The ids of a "parquet" or "arrow" file, row after row, from its flat copy, which is made if it is not there or the
     file has changed since. UserError if pyarrow is missing, the file damaged, or no column holds ids."""
-    copy = Path(str(path) + MADE)
+    from filelock import FileLock
+
+    copy, lock = Path(str(path) + MADE), Path(str(path) + MADE + ".lock")
     source = {"name": path.name, **(stamp(path) or {}), "column": column}
-    if copy.exists() or sidecar(copy).exists():
-        kept = read_json(sidecar(copy), "token sidecar").get("source") if sidecar(copy).is_file() else None
-        if not isinstance(kept, dict) or kept.get("name") != path.name:
-            raise UserError(f"{copy} is where the ids of {path.name} would go, and was not made from it; move it away")
-        if kept == source and copy.is_file():
-            return _opened(copy)
+    if _is_of(copy, source):
+        return _opened(copy)
+    try:
+        with FileLock(lock):
+            if not _is_of(copy, source):
+                _write(path, copy, _read(path, kind, column), source, say)
+    except OSError as e:
+        raise UserError(f"can't write {copy}, the flat copy of {path.name}: {e.strerror or e}; make room, or move "
+                        f"{path.name} to a folder that can be written to") from None
+    finally:
+        with contextlib.suppress(OSError):
+            lock.unlink(missing_ok=True)
+    return _opened(copy)
+
+
+def _is_of(copy: Path, source: dict) -> bool:
+    """Whether `copy` is there and of this very source; UserError if something else is there."""
+    if not copy.exists() and not sidecar(copy).exists():
+        return False
+    kept = read_json(sidecar(copy), "token sidecar").get("source") if sidecar(copy).is_file() else None
+    if not isinstance(kept, dict) or kept.get("name") != source["name"]:
+        raise UserError(f"{copy} is where the ids of {source['name']} would go, and was not made from it; move it away")
+    return kept == source and copy.is_file()
+
+
+def _write(path: Path, copy: Path, arrays: Iterator[np.ndarray], source: dict, say) -> None:
     say(f"copying the ids of {path} ({format_bytes(path.stat().st_size)}) once to {copy}")
     temporary = Path(f"{copy}.tmp")
     highest = count = 0
     try:
         with open(temporary, "wb") as f:
-            for ids in _read(path, kind, column):
+            for ids in arrays:
                 highest, count = max(highest, int(ids.max())), count + len(ids)
                 ids.astype(DTYPE).tofile(f)
             f.flush()
@@ -47,13 +69,9 @@ def converted(path: Path, kind: str, column: str | None, say) -> Tokens:
         copy.unlink(missing_ok=True)  # a new sidecar must not stand beside an old copy
         write_sidecar(copy, count, highest + 1, None, DTYPE, source=source)
         os.replace(temporary, copy)
-    except OSError as e:
-        raise UserError(f"can't write {copy}, the flat copy of {path.name}: {e.strerror or e}; make room, or move "
-                        f"{path.name} to a folder that can be written to") from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-    return _opened(copy)
 
 
 def _opened(copy: Path) -> Tokens:
