@@ -38,7 +38,7 @@ def llm_c(path, ids, magic=20240520, version=1, dtype=np.uint16, count=None):
 
 
 def parquet(path, **columns):
-    import pyarrow as pa
+    pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table(columns), path, row_group_size=7)
@@ -47,7 +47,7 @@ def parquet(path, **columns):
 
 def arrow_stream(path, **columns):
     """As `datasets` writes data-00000-of-00001.arrow: a stream of record batches."""
-    import pyarrow as pa
+    pa = pytest.importorskip("pyarrow")
 
     table = pa.table(columns)
     with pa.OSFile(str(path), "wb") as f, pa.ipc.new_stream(f, table.schema) as writer:
@@ -56,7 +56,7 @@ def arrow_stream(path, **columns):
 
 
 def arrow_file(path, **columns):
-    import pyarrow as pa
+    pa = pytest.importorskip("pyarrow")
 
     table = pa.table(columns)
     with pa.OSFile(str(path), "wb") as f, pa.ipc.new_file(f, table.schema) as writer:
