@@ -265,6 +265,24 @@ def test_killed_at_any_moment_it_goes_on_and_writes_the_same(tmp_path, monkeypat
     assert not list(tmp_path.glob("*.part*"))
 
 
+LIMITED = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, resource.RLIM_INFINITY))
+""" + OFTEN
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit on a file's size")
+def test_a_full_disk_is_told_and_what_was_written_is_gone_on_with(tmp_path):
+    jsonl(tmp_path / "a", [document(i, 1000) for i in range(100)])
+    process = start(tmp_path, "a", "--vocab", "400", "--out", "out.bin", code=LIMITED)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2 and "can't write out.bin" in err and "the same command goes on" in err
+    assert len(err.splitlines()) == 1 and (tmp_path / "out.bin.part").stat().st_size <= 150_000
+    assert "going on from where it was stopped" in finish(start(tmp_path, "a", "--vocab", "400", "--out", "out.bin"))
+    tokenize([tmp_path / "a"], tmp_path / "whole.bin", 400)
+    assert (tmp_path / "out.bin").read_bytes() == (tmp_path / "whole.bin").read_bytes()
+
+
 def test_a_changed_text_is_begun_again(tmp_path, monkeypatch):
     """What was written of the text as it was is not mixed with what it is now."""
     def stop(*a):

@@ -135,9 +135,9 @@ class _Job:
         self.warned = False
 
     def run(self, vocab: int, tokenizer_path: Path | None, field: str | None, end: str | None, val_share: float) -> dict:
-        try:
-            self._take_up()
-            if not self.progress.through:
+        self._take_up()
+        if not self.progress.through:
+            try:
                 fields = [texts.field_of(path, field) for path in self.paths]
                 coder = self._coder(vocab, tokenizer_path, fields)
                 marker = tokenizer.end_of_text(coder, end)
@@ -147,12 +147,12 @@ class _Job:
                 if val_share:
                     self._several_documents(fields, marker)
                 self._write(coder, marker, fields, val_share)
-            return self._finish()
-        except UserError:
-            for path in (*self.parts, self.notes, self.coder_part):
-                with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
-            raise
+            except UserError:  # what was written of texts that must be mended first is of no use
+                for path in (*self.parts, self.notes, self.coder_part):
+                    with contextlib.suppress(OSError):
+                        path.unlink(missing_ok=True)
+                raise
+        return self._finish()
 
     def _take_up(self) -> None:
         """Goes back to what this job had written when it was stopped, or to nothing."""
@@ -242,6 +242,9 @@ class _Job:
                     saved = now
                     self._save(files)
                 self._tell(total, now - begin, p.text_bytes - first_bytes, fresh_at)
+            if not all(p.sizes[:len(files)]):
+                raise UserError(f"of {sum(p.documents)} documents with text none is left to "
+                                f"{'validate' if p.sizes[0] else 'train'} on; give more, or another --val-share or --val")
             p.through = True
             self._save(files)
 
@@ -254,7 +257,10 @@ class _Job:
         for f in files:
             f.flush()
             os.fsync(f.fileno())
-        write_json(self.notes, asdict(self.progress))
+        try:
+            write_json(self.notes, asdict(self.progress))
+        except UserError as e:
+            raise OSError(str(e)) from None  # a full disk is no reason to throw away what is there
 
     def _tell(self, total: int, seconds: float, text: int, fresh_at: int) -> None:
         share = min(1.0, self.read_bytes / total)
@@ -266,9 +272,6 @@ class _Job:
     def _finish(self) -> dict:
         p, vocab = self.progress, tokenizer.vocab_of(tokenizer.load(self.coder_part))
         counts = [size // dtype_for(vocab).itemsize for size in p.sizes]
-        if not counts[0] or (len(self.outs) > 1 and not counts[1]):
-            raise UserError(f"of {sum(p.documents)} documents with text none is left to "
-                            f"{'validate' if counts[0] else 'train'} on; give more, or another --val-share or --val")
         result = {"tokens": counts[0], "vocab": vocab, "bytes": p.text_bytes, "documents": p.documents[0],
                   "tokenizer": str(self.coder_kept), "out": str(self.outs[0])}
         if len(self.outs) > 1:
