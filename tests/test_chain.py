@@ -195,7 +195,7 @@ def test_a_dry_run_writes_nothing(home):
     ("train", ("--plan", "plan.json", "--data", "text.bin", "--resume"), "--run"),
     ("train", ("--plan", "gone.json", "--data", "text.bin"), "gone.json"),
     ("train", ("--plan", "plan.json", "--data", "gone.bin"), "gone.bin"),
-    ("train", ("--plan", "plan.json", "--data", "text.txt"), "text.txt.json"),
+    ("train", ("--plan", "plan.json", "--data", "text.txt"), "run `train tokenize text.txt --out "),
     ("train", ("--plan", "plan.json",), "--data"), ("train", ("--plan",), "--plan"),
     ("train", ("--plan", "plan.json", "--data", "text.bin", "--device", "cuda:7"), "cuda:7"),
     ("train", ("--plan", "plan.json", "--data", "text.bin", "--device", "toaster"), "toaster"),
