@@ -30,6 +30,11 @@ def halves_to_pairs(weight: Tensor, head_size: int) -> Tensor:
     return weight.unflatten(0, (-1, 2, head_size // 2)).transpose(1, 2).flatten(0, 2)
 
 
+def pairs_to_halves(weight: Tensor, head_size: int) -> Tensor:
+    """The way back."""
+    return weight.unflatten(0, (-1, head_size // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
 def rope(x: Tensor, angles: Tensor) -> Tensor:
     """Turns neighbours of x (batch, length, heads, head_size) by their position's angles; the plain formula."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)

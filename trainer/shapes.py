@@ -133,9 +133,9 @@ def _rope_base(values: dict) -> object:
 def _name(path: Path, model: ModelConfig) -> str:
     """A name that is the same wherever the folder lies, differs for other shapes, and is never a size's: the folder's and
     four digits of the shape's checksum. The vocabulary is left out, as it is of a size's name."""
-    folder = path.resolve().parent
+    folder = Path(os.path.abspath(path)).parent  # not resolved: huggingface_hub's cache is of links
     name = folder.name
-    if re.fullmatch("[0-9a-f]{40}", name) and folder.parent.name == "snapshots":  # of huggingface_hub's cache
+    if re.fullmatch("[0-9a-f]{40}", name) and folder.parent.name == "snapshots":
         name = folder.parent.parent.name.split("--")[-1]
     name = re.sub("[^A-Za-z0-9._-]+", "-", name).strip("-._")[:40] or "model"
     shape = json.dumps(dataclasses.asdict(dataclasses.replace(model, name="", vocab=1)))
