@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
-from trainer.cli import HELP, Output, device_option, given, guarded, json_option, print_rows
+from trainer.cli import HELP, device_option, guarded, json_option
 from trainer.errors import NoPlan, UserError
+from trainer.output import Output, given, print_rows
 
 results_option = click.option("--results", default="results", show_default=True, type=click.Path(path_type=Path),
                               metavar="DIR", help="Where records are kept.")

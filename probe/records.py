@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from statistics import median
 
-from probe import jsonl
+from trainer import jsonl
 from probe.cell import Cell
 from trainer.config import ModelConfig, from_fields
 from trainer.errors import UserError

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-from probe import jsonl
+from trainer import jsonl
 from probe.cell import Cell
 from trainer.config import from_fields
 from trainer.errors import UserError

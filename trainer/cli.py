@@ -1,7 +1,6 @@
-"""The command `train`, and what the three commands share: one line for an error, one object for --json."""
+"""The command `train`, and what the three commands share: how they begin and end, and their common options."""
 
 import atexit
-import json
 import os
 import signal
 import sys
@@ -12,7 +11,8 @@ from pathlib import Path
 import click
 
 from trainer.errors import Refused, UserError, is_out_of_memory
-from trainer.live import GONE, drop, unread
+from trainer.live import GONE, unread
+from trainer.output import Output, print_rows
 from trainer.stop import SIGNALS
 from trainer.team import Seat, Team
 
@@ -59,39 +59,6 @@ def _leave_interrupted() -> None:
 def _fail(message: str, code: int) -> int:
     print("error: " + " ".join(message.split()), file=sys.stderr)
     return code
-
-
-def given(text: str | None, parse, *names):
-    """An option's value, parsed; None where it was not given (an empty one is given, and refused)."""
-    return None if text is None else parse(text, *names)
-
-
-class Output:
-    """Where a command's words go: to stdout, or with --json to stderr, so that stdout is one object; of a team only the
-    first speaks."""
-
-    def __init__(self, as_json: bool, speaks: bool = True) -> None:
-        self.as_json = as_json and speaks
-        self.stream = sys.stderr if as_json else sys.stdout
-        if not speaks:
-            self.stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-
-    def say(self, line: str = "") -> None:
-        with unread(self.stream):
-            print(line, file=self.stream, flush=True)
-
-    def result(self, value: dict) -> None:
-        if self.as_json:
-            with unread(sys.stdout):
-                print(json.dumps(value), flush=True)
-
-    def console(self):
-        """A rich console on the same stream; 80 columns where there is no terminal."""
-        from rich.console import Console
-
-        console = Console(file=self.stream, highlight=False, width=None if self.stream.isatty() else 80)
-        console.on_broken_pipe = lambda: drop(self.stream)  # rich's own ends the process
-        return console
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, words on stderr.")
@@ -215,21 +182,6 @@ def audit(plan_path, data, val, run_path, allow_battery, device, as_json) -> Non
     out.result({"findings": [asdict(f) for f in findings], "refused": refusal is not None})
     if refusal:
         raise Refused(str(refusal))
-
-
-def print_rows(out: Output, head: tuple[str, ...], rows) -> None:
-    """A small table of text cells, the first column to the left and the others to the right."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, name in enumerate(head):
-        table.add_column(name, justify="right" if i else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    with unread(out.stream):
-        out.console().print(table)
-        out.stream.flush()
 
 
 @cli.command(context_settings=HELP)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.model import Block, Decoder, attention, rms_norm, rope, rope_angles
+from trainer.model import Decoder, attention, rope_angles
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ def generate(model: Decoder, prompts: Sequence[Sequence[int]], count: int, draw:
     kept = torch.zeros(c.layers, 2, len(prompts), c.kv_heads, width + count, c.head_size, device=device)
     x = model.embed(filled)
     for block, cache in zip(model.blocks, kept, strict=True):
-        q, k, v = _projected(block, x, angles[:width])
+        q, k, v = block.projected(x, angles[:width])
         cache[0, :, :, :width], cache[1, :, :, :width] = k.transpose(1, 2), v.transpose(1, 2)
-        x = _rest(block, x, attention(q, k, v))
+        x = block.finish(x, attention(q, k, v))
     at = torch.tensor(lengths, device=device)
     x = x[rows, at - 1]
     generators = [torch.Generator().manual_seed((draw.seed + row) % 2**63) for row in range(len(prompts))]
@@ -74,25 +74,10 @@ def generate(model: Decoder, prompts: Sequence[Sequence[int]], count: int, draw:
         x = model.embed(tokens[:, None])
         seen = torch.arange(width + i + 1, device=device) <= at[:, None, None, None]
         for block, cache in zip(model.blocks, kept, strict=True):
-            q, k, v = _projected(block, x, angles[at, None])
+            q, k, v = block.projected(x, angles[at, None])
             cache[0, rows, :, at], cache[1, rows, :, at] = k[:, 0], v[:, 0]
             keys, values = cache[:, :, :, :width + i + 1]
             mixed = F.scaled_dot_product_attention(q[:, 0].unflatten(1, (c.kv_heads, -1)), keys, values, seen)
-            x = _rest(block, x, mixed.flatten(1, 2)[:, None])
+            x = block.finish(x, mixed.flatten(1, 2)[:, None])
         x, at = x[:, 0], at + 1
     return texts
-
-
-def _projected(block: Block, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k (both turned) and v of x (rows, length, d_model), each (rows, length, heads or kv heads, head_size)."""
-    c = block.config
-    qkv = F.linear(rms_norm(x, block.attention_norm, c.norm_eps), block.qkv)
-    qk, v = qkv.unflatten(-1, (-1, c.head_size)).split((c.heads + c.kv_heads, c.kv_heads), 2)
-    return *rope(qk, angles).split((c.heads, c.kv_heads), 2), v
-
-
-def _rest(block: Block, x: Tensor, mixed: Tensor) -> Tensor:
-    """What the block makes of x and of its attention's result."""
-    x = x + F.linear(mixed.flatten(-2), block.out)
-    gate, up = F.linear(rms_norm(x, block.ff_norm, block.config.norm_eps), block.gate_up).chunk(2, -1)
-    return x + F.linear(F.silu(gate) * up, block.down)

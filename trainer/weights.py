@@ -68,8 +68,8 @@ class HubWeights:
             return dict.fromkeys(file.keys(), file)
         if not index.is_file():
             if pickles := [*self.path.glob("pytorch_model*.bin"), *self.path.glob("*.pt"), *self.path.glob("*.pth")]:
-                raise UserError(f"{self.what} has its weights in {sorted(pickles)[0].name}, a pickle, which can run code: it is "
-                                f"not opened; transformers writes it anew as safetensors, where you trust it: "
+                raise UserError(f"{self.what} has its weights in {sorted(pickles)[0].name}, a pickle: it can run code and is "
+                                f"not opened; if you trust it, transformers writes it anew as safetensors: "
                                 f"AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other)")
             raise UserError(f"{self.what} has no {WHOLE} and no {INDEX}")
         where = read_json(index, "index of weights").get("weight_map")
