@@ -9,7 +9,7 @@ import click
 
 from trainer.cli import HELP, device_option, guarded, json_option
 from trainer.errors import NoPlan, UserError
-from trainer.output import Output, given, print_rows
+from trainer.output import Output, given, print_rows, write_table
 
 results_option = click.option("--results", default="results", show_default=True, type=click.Path(path_type=Path),
                               metavar="DIR", help="Where records are kept.")
@@ -340,14 +340,21 @@ def health(run_path, pid, watch, seconds, device, results, as_json) -> None:
 
 @cli.command(context_settings=HELP)
 @of_what_is_measured
-def show(model, device, limit, results, as_json) -> None:
+@click.option("--csv", "csv_path", is_flag=False, flag_value="-", metavar="[FILE]",
+              help="Write the records as CSV instead, a row each; without FILE to stdout.")
+def show(model, device, limit, results, csv_path, as_json) -> None:
     """Show what has been measured: tok/s and peak over batch and length, and the cliff as a line."""
     from probe import table
+    from probe.records import frame
     from probe.report import Measured, cliff_line
     from trainer.units import parse_bytes
 
-    out = Output(as_json)
+    out = Output(as_json, csv_path == "-")
     m = Measured.read(results, device, model, given(limit, parse_bytes, "--limit"), out.say)
+    if csv_path:
+        write_table(out, csv_path, frame(m.records).to_csv(index=False, lineterminator="\n"))
+        out.result({"device": m.device, "csv": csv_path, "records": len(m.records)})
+        return
     series = table.series_of(m.records)
     out.say(f"{m.device}: {len(m.records)} cells")
     if m.cliff:

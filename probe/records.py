@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from statistics import median
 
-from trainer import jsonl
 from probe.cell import Cell
+from trainer import jsonl
 from trainer.config import ModelConfig, from_fields
 from trainer.errors import UserError
 

@@ -126,6 +126,14 @@ def newest(run: Path, say=lambda line: None) -> tuple[dict, Path]:
     raise UserError(f"run {run} has no usable checkpoint")
 
 
+def last_good(run: Path) -> str:
+    """The newest whole checkpoint in words."""
+    try:
+        return str(newest(run)[1])
+    except UserError:
+        return "the start, since there is no checkpoint yet,"
+
+
 def chosen(run: Path, which: str, say=lambda line: None) -> tuple[dict, Path]:
     """(facts, folder) of a run's "newest", "best" (by validation loss) or "step-N" checkpoint; broken ones are passed over
     as by `newest`. UserError if there is none such."""

@@ -4,6 +4,8 @@ import json
 import os
 import sys
 
+from trainer.errors import UserError
+from trainer.files import write_whole
 from trainer.live import drop, unread
 
 
@@ -48,6 +50,18 @@ def print_rows(out: Output, head: tuple[str, ...], rows) -> None:
     with unread(out.stream):
         out.console().print(table)
         out.stream.flush()
+
+
+def write_table(out: Output, path: str, text: str) -> None:
+    """A CSV to a file, or to stdout for "-", where --json has no place then."""
+    if path != "-":
+        write_whole(path, text.encode())
+        out.say(f"written to {path}")
+        return
+    if out.as_json:
+        raise UserError("--csv - and --json both want stdout: name a file for --csv, or leave --json out")
+    with unread(sys.stdout):
+        print(text, end="", flush=True)
 
 
 def given(text: str | None, parse, *names):

@@ -1,5 +1,8 @@
 """Text out of a run or of an exported folder, and out of a run while it trains."""
 
+import json
+import time
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +15,7 @@ from trainer.device import lock_fp32
 from trainer.errors import UserError, is_out_of_memory
 from trainer.files import read_json
 from trainer.generate import Draw, generate
+from trainer.log import RunLog
 from trainer.model import Decoder
 from trainer.plan import Plan
 from trainer.shapes import CONFIG
@@ -22,6 +26,11 @@ CONTEXT, LONGEST = 8, 32
 """Tokens that are decoded again with each new one, so that no character is cut: at least and at most."""
 BROKEN = "\ufffd"
 """What a decoder gives for bytes that are no character, or not yet."""
+
+
+def printable(text: str) -> str:
+    """The text without what would steer a terminal: a model makes any character there is."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else BROKEN for c in text)
 
 
 class Pieces:
@@ -145,8 +154,17 @@ class Sampler:
         for prompt in prompts:
             encoded(self._coder, prompt, model)
 
-    def __call__(self, model: Decoder) -> list[str]:
-        """Each prompt's text, the prompt left out."""
-        writer = Writer(model, self._coder, ends_of(self._coder), 0)
-        texts = write(writer, self.prompts, SAMPLE_TOKENS, Draw())
-        return [text[len(prompt):] for text, prompt in zip(texts, self.prompts, strict=True)]
+    def show(self, model: Decoder, step: int, log: RunLog, say) -> float:
+        """Writes each prompt's text to the log and shows it; returns the seconds that took. Too little memory for it is
+        told, and no more."""
+        begin = time.perf_counter()
+        try:
+            texts = write(Writer(model, self._coder, ends_of(self._coder), 0), self.prompts, SAMPLE_TOKENS, Draw())
+        except UserError as e:
+            say(f"no sample after step {step}: {e}")
+            texts = []
+        seconds = time.perf_counter() - begin
+        for prompt, text in zip(self.prompts, texts, strict=False):
+            log.write("sample", step, prompt=prompt, text=text[len(prompt):], seconds=seconds)
+            say(f"sample: {json.dumps(text, ensure_ascii=False)}")
+        return time.perf_counter() - begin

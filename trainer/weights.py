@@ -68,8 +68,8 @@ class HubWeights:
             return dict.fromkeys(file.keys(), file)
         if not index.is_file():
             if pickles := [*self.path.glob("pytorch_model*.bin"), *self.path.glob("*.pt"), *self.path.glob("*.pth")]:
-                raise UserError(f"{self.what} has its weights in {sorted(pickles)[0].name}, a pickle: it can run code and is "
-                                f"not opened; if you trust it, transformers writes it anew as safetensors: "
+                raise UserError(f"{self.what} has its weights in {min(pickles).name}, a pickle, which can run code and "
+                                f"isn't opened; if you trust it, transformers writes it anew as safetensors: "
                                 f"AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other)")
             raise UserError(f"{self.what} has no {WHOLE} and no {INDEX}")
         where = read_json(index, "index of weights").get("weight_map")
@@ -155,3 +155,10 @@ def checksum(source: RunWeights | HubWeights) -> int:
     for _, tensor in source:
         crc = zlib.crc32(tensor.numpy(), crc)
     return crc
+
+
+def refuse_others(source: RunWeights | HubWeights, came_from: dict | None, run: Path) -> None:
+    """UserError if `source` is not what a run says that it came from."""
+    if checksum(source) != (came_from or {}).get("crc32"):
+        was = f"the weights of {came_from['path']}" if came_from else "new weights"
+        raise UserError(f"run {run} was started from {was}, and {source.what} has others; leave --from out to go on with it")
