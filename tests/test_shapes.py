@@ -34,7 +34,7 @@ def test_a_model_of_the_hub_has_the_parameters_that_its_card_says(tmp_path):
 
 
 @pytest.mark.parametrize("changes, expected", [
-    ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, {"rope_base": 5e5}),  # version 5's
+    ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, {"rope_base": 5e5}),
     ({"num_key_value_heads": None}, {"kv_heads": 9}),
     ({"model_type": "mistral", "sliding_window": None}, {"kv_heads": 3}),
     ({"head_dim": 64, "mlp_bias": False, "num_experts": None}, {}),
@@ -51,9 +51,9 @@ def test_other_ways_to_say_the_same_are_read(tmp_path, changes, expected):
     ({"tie_word_embeddings": False}, "tie_word_embeddings is false"), ({"tie_word_embeddings": None}, "means false"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"), ({"rope_scaling": {"rope_type": "llama3"}}, "llama3"),
     ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}, "yarn"), ({"rope_scaling": 2}, "RoPE"),
-    ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window"), ({"partial_rotary_factor": 0.5}, "partial_rotary"),
+    ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window"), ({"partial_rotary_factor": 0.5}, "partial_"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"), ({"num_local_experts": 8}, "experts"),
-    ({"use_qk_norm": True}, "qk_norm"), ({"head_dim": 128}, "head_dim is 128"), ({"layer_types": ["sliding"]}, "layer_types"),
+    ({"use_qk_norm": True}, "qk_norm"), ({"head_dim": 128}, "head_dim is 128"), ({"layer_types": ["sliding"]}, "layer_"),
     ({"hidden_size": None}, "hidden_size"), ({"hidden_size": "576"}, "d_model"), ({"num_attention_heads": 7}, "7 heads"),
     ({"rope_theta": "x"}, "rope_base"), ({"rms_norm_eps": 0}, "norm_eps")])
 def test_what_ours_cannot_do_is_refused_by_name(tmp_path, changes, named):
@@ -122,8 +122,8 @@ def test_a_plan_names_the_model_by_its_config(command, refused, tmp_path):
 
 def test_an_estimate_takes_a_config_and_no_torch(tmp_path):
     write(tmp_path / "smol", SMOL)
-    code = ("import sys\nfrom probe import cli\ncli.cli.main(['estimate', '--model', 'smol', '--batch', '4', '--length', '512', "
-            "'--json'], standalone_mode=False)\nassert 'torch' not in sys.modules")
+    code = ("import sys\nfrom probe import cli\ncli.cli.main(['estimate', '--model', 'smol', '--batch', '4', '--length', "
+            "'512', '--json'], standalone_mode=False)\nassert 'torch' not in sys.modules")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
                           env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
