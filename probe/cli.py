@@ -349,7 +349,7 @@ def show(model, device, limit, results, csv_path, as_json) -> None:
     from probe.report import Measured, cliff_line
     from trainer.units import parse_bytes
 
-    out = Output(as_json, csv_path == "-")
+    out = Output(as_json, is_taken=csv_path == "-")
     m = Measured.read(results, device, model, given(limit, parse_bytes, "--limit"), out.say)
     if csv_path:
         write_table(out, csv_path, frame(m.records).to_csv(index=False, lineterminator="\n"))

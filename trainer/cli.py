@@ -293,7 +293,7 @@ def curve(runs, out_path, csv_path, as_json) -> None:
     from trainer.curve import draw, read, table
     from trainer.output import write_table
 
-    out = Output(as_json, csv_path == "-")
+    out = Output(as_json, is_taken=csv_path == "-")
     courses = [read(run, out.say) for run in runs]
     picture = out_path or (None if csv_path else runs[0] / "curve.png")
     if csv_path:
