@@ -122,6 +122,9 @@ def cli(ctx, plan_path, data, val, run_path, resume, source_path, prompts, tenso
     tokens, held = open_data(plan, data, val, keep=not dry_run)
     if tensorboard:
         board.check()
+    if prompts and team.is_sharded:
+        raise UserError("--sample needs the whole model on one device, and the plan shares it out; leave it out, and ask "
+                        "`train sample` when the run is through")
     extras = Extras(source_path and weights.of_shape(source_path, plan.model, out.say),
                     Sampler(prompts, tokens.tokenizer, plan.model) if prompts else None, tensorboard)
     folder_path = run_path or default_run(Path("results"), plan)

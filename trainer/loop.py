@@ -89,7 +89,7 @@ class Run:
 
     def take(self, source: weights.RunWeights | weights.HubWeights) -> None:
         """Starts from its weights."""
-        self.came_from = {"path": str(source.path), "crc32": weights.load(source, self.step.model)}
+        self.came_from = {"path": str(source.path), "crc32": weights.load(source, self.step.model, self.step.put)}
         self.say(f"starting from {source.what}")
 
     def go(self) -> dict:

@@ -138,13 +138,13 @@ def of_shape(folder: Path, planned: ModelConfig, say=lambda line: None) -> RunWe
 
 
 @no_grad()
-def load(source: RunWeights | HubWeights, decoder: Decoder) -> int:
-    """Copies the weights into the decoder, one tensor at a time; returns their checksum."""
+def load(source: RunWeights | HubWeights, decoder: Decoder, put=Tensor.copy_) -> int:
+    """Copies the weights into the decoder, one tensor at a time, each by `put`(parameter, weight); returns their checksum."""
     into, crc = dict(decoder.named_parameters()), 0
     for name, tensor in source:
         if tensor.shape != into[name].shape:
             raise UserError(f"{source.what}: {name} is {tuple(tensor.shape)}, its model's is {tuple(into[name].shape)}")
-        into[name].copy_(tensor)
+        put(into[name], tensor)
         crc = zlib.crc32(tensor.numpy(), crc)
     return crc
 
