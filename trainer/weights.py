@@ -139,7 +139,7 @@ def of_shape(folder: Path, planned: ModelConfig, say=lambda line: None) -> RunWe
 
 @no_grad()
 def load(source: RunWeights | HubWeights, decoder: Decoder, put=Tensor.copy_) -> int:
-    """Copies the weights into the decoder, one tensor at a time, each by `put`(parameter, weight); returns their checksum."""
+    """Copies the weights into the decoder, one tensor at a time, by `put`(parameter, weight); returns their checksum."""
     into, crc = dict(decoder.named_parameters()), 0
     for name, tensor in source:
         if tensor.shape != into[name].shape:
