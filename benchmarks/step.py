@@ -116,6 +116,7 @@ def hugging_face(config, engine, tokens, where):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from trainer.device import lock_fp32
+    from trainer.llama import to_theirs
     from trainer.model import Decoder
 
     lock_fp32()
@@ -125,20 +126,10 @@ def hugging_face(config, engine, tokens, where):
             num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
             tie_word_embeddings=True, rms_norm_eps=config.norm_eps, rope_theta=config.rope_base,
             max_position_embeddings=2048, attn_implementation="sdpa", use_cache=False))
-    ours, d = Decoder(config, 8, where), config.d_model
-    kv = config.kv_heads * config.head_size
-    with torch.no_grad():
-        model.model.embed_tokens.weight.copy_(ours.embedding)
-        for theirs, block in zip(model.model.layers, ours.blocks, strict=True):
-            for part, weight in zip(("q", "k", "v"), block.qkv.split((d, kv, kv)), strict=True):
-                if part != "v":  # RoPE pairs halves there, neighbours here
-                    weight = weight.unflatten(0, (-1, config.head_size // 2, 2)).transpose(1, 2).flatten(0, 2)
-                getattr(theirs.self_attn, f"{part}_proj").weight.copy_(weight)
-            for part, weight in zip(("gate", "up"), block.gate_up.chunk(2), strict=True):
-                getattr(theirs.mlp, f"{part}_proj").weight.copy_(weight)
-            theirs.self_attn.o_proj.weight.copy_(block.out)
-            theirs.mlp.down_proj.weight.copy_(block.down)
-    del ours, block, weight
+    ours, theirs = Decoder(config, 8, where).state_dict(), model.state_dict()
+    for name, weight in to_theirs(ours.__getitem__, config):
+        theirs[name].copy_(weight)
+    del ours, theirs, weight
     if where.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

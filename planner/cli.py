@@ -8,8 +8,9 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from trainer.cli import HELP, Output, column_option, dtype_option, given, guarded, json_option, print_rows
+from trainer.cli import HELP, column_option, dtype_option, guarded, json_option
 from trainer.errors import NoPlan, UserError
+from trainer.output import Output, given, print_rows
 
 results_option = click.option("--results", default="results", show_default=True, type=click.Path(path_type=Path),
                               metavar="DIR")
@@ -24,8 +25,8 @@ records_option = click.option("--records", "files", multiple=True, type=click.Pa
 @click.option("--hours", metavar="H", help="Instead of --corpus: as many tokens as so many hours take (12, 90m).")
 @click.option("--epochs", default=1.0, show_default=True, type=click.FloatRange(0, 1e5, min_open=True),
               help="Times that the corpus is seen.")
-@click.option("--model", metavar="M[,M]", help="Size to plan for; several are shown side by side, and the first is "
-                                               "planned.  [default: the one that was measured]")
+@click.option("--model", metavar="M[,M]", help="Size to plan for, or a measured model's config.json; several are shown side "
+                                               "by side, and the first is planned.  [default: the one that was measured]")
 @click.option("--vocab", metavar="N", help="Its vocabulary.  [default: the one that was measured]")
 @click.option("--length", metavar="L", help="Tokens in a sequence.  [default: the longest within 5% of the fastest]")
 @click.option("--tokens-per-step", metavar="N", help="Tokens in an optimizer step.  [default: by the corpus]")

@@ -13,6 +13,7 @@ from probe.soak import Soak
 from trainer.device import choose, one_of_team, team_name, team_size
 from trainer.errors import NoPlan, UserError
 from trainer.files import read_json
+from trainer.shapes import name_of
 from trainer.units import parse_count
 
 RATES = ("start_up_s", "disk_write_bytes_s", "first_copy_bytes_s", "copy_bytes_s")
@@ -107,8 +108,9 @@ def of_model(found: list[Record], model: str | None, vocab: int | None) -> list[
     """The records of one model at one vocabulary; UserError lists what there is."""
     there = chosen = kinds(found)
     if model is not None:
-        wanted = parse_count(model, "--model")
-        chosen = [k for k in chosen if _count(k[0]) == wanted or k[0] == model]
+        name = name_of(model)
+        wanted = _count(name)
+        chosen = [k for k in chosen if k[0] == name or wanted and _count(k[0]) == wanted]
     if vocab is not None:
         chosen = [k for k in chosen if k[1] == vocab]
     if not chosen:

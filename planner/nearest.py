@@ -53,7 +53,8 @@ def _recomputing(base: Cell) -> Iterator[Cell]:
 
 
 def _smaller_models(base: Cell) -> Iterator[Cell]:
-    return (dataclasses.replace(base, model=n) for n in reversed(SIZES) if parse_count(n) < parse_count(base.model))
+    size = base.shape.parameters if base.shape else parse_count(base.model)
+    return (dataclasses.replace(base, model=n, shape=None) for n in reversed(SIZES) if parse_count(n) < size)
 
 
 def _halves(batch: int) -> Iterable[int]:

@@ -5,14 +5,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from trainer.config import VOCAB, ModelConfig, StepConfig
+from trainer.config import VOCAB, ModelConfig, StepConfig, from_fields
 from trainer.errors import UserError
+from trainer.shapes import is_size
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One point of a grid; `model` is a size's name, or "package.module:function" of somebody's own step. UserError for
-    values that can't be."""
+    """One point of a grid; `model` is a size's name, the name of a model whose `shape` was read from a config.json, or
+    "package.module:function" of somebody's own step. UserError for values that can't be."""
 
     model: str
     batch: int
@@ -22,10 +23,16 @@ class Cell:
     recompute: str = "none"
     vocab: int = VOCAB
     update: str = "after"
+    shape: ModelConfig | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.shape, dict):  # of a record
+            object.__setattr__(self, "shape", from_fields(ModelConfig, self.shape, "cell: shape"))
         if not isinstance(self.model, str) or type(self.vocab) is not int or self.vocab < 1:
             raise UserError(f"cell: model {self.model!r:.40} must be a size's name, and vocab {self.vocab!r:.40} a number")
+        if self.shape is not None and (self.shape.name, self.shape.vocab) != (self.model, self.vocab):
+            raise UserError(f"cell: shape is that of {self.shape.name} with a vocabulary of {self.shape.vocab}, and not of "
+                            f"{self.model} with {self.vocab}")
         _ = self.step  # whose check is ours
 
     @cached_property
@@ -55,12 +62,22 @@ class Cell:
                 and min(self.accum, 2) <= min(other.accum, 2))
 
 
-def grid(models, batches, lengths, accums, engines, recomputes, vocab: int,
+def cell_of(model: ModelConfig, step: StepConfig) -> Cell:
+    """The cell that measures a plan's model and step."""
+    return Cell(model.name, step.batch, step.length, step.accum, step.engine, step.recompute, model.vocab, step.update,
+                None if is_size(model.name) else model)
+
+
+def grid(models: Iterable[str | ModelConfig], batches, lengths, accums, engines, recomputes, vocab: int,
          update: str = "after") -> list[Cell]:
-    """All combinations, smallest first, so that what fits is known before what may not is tried."""
-    axes = itertools.product(models, batches, lengths, accums, engines, recomputes)
-    cells = [Cell(*values, vocab, update) for values in axes]
-    order = {name: i for i, name in enumerate(models)}
+    """All combinations, smallest first, so that what fits is known before what may not is tried. A model is a name, or one
+    with its own shape, and then with its own vocabulary."""
+    axes = list(itertools.product(batches, lengths, accums, engines, recomputes))
+    order, cells = {}, []
+    for model in models:
+        name, shape, entries = (model, None, vocab) if isinstance(model, str) else (model.name, model, model.vocab)
+        order[name] = len(order)
+        cells += [Cell(name, *values, entries, update, shape) for values in axes]
     return sorted(cells, key=lambda c: (order[c.model], c.engine, c.recompute, c.accum, c.batch * c.length, c.batch))
 
 
@@ -74,4 +91,4 @@ def planes(cells: Iterable[Cell]) -> list[list[Cell]]:
 
 def shape(cell: Cell) -> ModelConfig | None:
     """The model of a cell; None for somebody's own step."""
-    return None if cell.is_foreign else ModelConfig.named(cell.model, cell.vocab)
+    return None if cell.is_foreign else cell.shape or ModelConfig.named(cell.model, cell.vocab)

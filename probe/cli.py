@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
-from trainer.cli import HELP, Output, device_option, given, guarded, json_option, print_rows
+from trainer.cli import HELP, device_option, guarded, json_option
 from trainer.errors import NoPlan, UserError
+from trainer.output import Output, given, print_rows, write_table
 
 results_option = click.option("--results", default="results", show_default=True, type=click.Path(path_type=Path),
                               metavar="DIR", help="Where records are kept.")
@@ -28,14 +29,15 @@ of_a_step = _options(
                  help="none, elementwise or block."),
     click.option("--update", default="after", show_default=True, type=click.Choice(["after", "backward"]),
                  help="Update parameters after the backward pass, or in it: no accumulation and no clip, less memory."),
-    click.option("--vocab", default="32000", show_default=True, metavar="N", help="Entries of the vocabulary."))
+    click.option("--vocab", metavar="N", help="Entries of the vocabulary.  [default: 32000, or the config.json's]"))
 
 of_what_is_measured = _options(
-    click.option("--model", metavar="M", help="Only this size, or this step."),
+    click.option("--model", metavar="M", help="Only this size, this model's config.json, or this step."),
     click.option("--device", metavar="NAME", help="A folder under results/.  [default: this machine's, else the only one]"),
     click.option("--limit", metavar="5GB", help="Mark what is above it.  [default: 97% of the cliff]"),
     results_option, json_option)
 
+MODELS = "Sizes, such as 150M or 10M,50M, or a Llama-like model's config.json."
 MAPS = 12
 """More series than this are shown a line each: a page holds no more maps."""
 
@@ -118,7 +120,7 @@ def cliff(device, results, as_json) -> None:
 
 
 @cli.command(context_settings=HELP)
-@click.option("--model", "models", metavar="M[,M]", help="Sizes, such as 150M or 10M,50M.")
+@click.option("--model", "models", metavar="M[,M]", help=MODELS)
 @click.option("--step", metavar="MODULE:FUNCTION", help="Instead of --model: your own training step (see the README).")
 @click.option("--batch", "batches", default="1,2,3,4,6,8,12,16,24,32", show_default=True, metavar="1,2,4",
               help="Sequences in a micro-step.")
@@ -146,7 +148,7 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from probe import search, table
-    from probe.cell import Cell, shape
+    from probe.cell import Cell
     from probe.cliff import default_limit
     from probe.estimate import CardMemory
     from probe.grid import Bench, ask, find_cliff, takes
@@ -160,7 +162,7 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
         raise click.UsageError("a grid needs either --model (sizes, such as 150M) or --step package.module:make_step")
     out = Output(as_json)
     asked = given(limit, parse_bytes, "--limit")
-    cells = _cells(models or step, batches, lengths, "1" if accums is None else accums, engines, recomputes, vocab, update,
+    cells = _cells(models, step, batches, lengths, "1" if accums is None else accums, engines, recomputes, vocab, update,
                    nproc)
     if sharded and nproc == 1:
         raise click.UsageError("--sharded needs --nproc N, the cards to share the weights out to")
@@ -168,9 +170,8 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
         raise UserError("--nproc shares out a step of ours, which updates after its backward pass: leave --step and "
                         "--update out")
     for cell in cells:  # what can't be is told before the device is asked
-        if shape(cell) is None and (step is None or cell.step != Cell(cell.model, cell.batch, cell.length).step):
-            raise UserError("--model takes sizes, such as 150M" if step is None else
-                            "--step has its own engine, recomputation, accumulation and update: leave those options out")
+        if step and cell.step != Cell(cell.model, cell.batch, cell.length).step:
+            raise UserError("--step has its own engine, recomputation, accumulation and update: leave those options out")
         if refusal := refuse_update(cell.step, OptimizerConfig(1e-5, clip=clip_for(cell.step))):
             raise UserError(f"--update backward: {refusal}")
     with _device(results, device, nproc, sharded) as (workers, facts, store, _), alone(facts):
@@ -224,7 +225,7 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
 
 
 @cli.command(context_settings=HELP)
-@click.option("--model", "models", required=True, metavar="M[,M]", help="Sizes, such as 150M or 10M,50M.")
+@click.option("--model", "models", required=True, metavar="M[,M]", help=MODELS)
 @click.option("--batch", "batches", default="1,2,4,8,16,32", show_default=True, metavar="1,2,4",
               help="Sequences in a micro-step.")
 @length_option
@@ -240,16 +241,13 @@ def estimate(models, batches, lengths, accums, engines, recomputes, update, voca
     One cell is told part by part, several as a table. With --card the table says what would fit under which limit.
     """
     from probe import cards
-    from probe.cell import planes, shape
+    from probe.cell import planes
     from probe.estimate import CardMemory
     from probe.estimate import estimate as estimated
     from probe.report import ESTIMATE_HEAD, estimate_lines, estimate_rows, memory_of
 
     out = Output(as_json)
-    cells = _cells(models, batches, lengths, accums, engines, recomputes, vocab, update)
-    for cell in cells:
-        if shape(cell) is None:
-            raise UserError("an estimate knows our own models; somebody's own step has to be measured: probe grid --step")
+    cells = _cells(models, None, batches, lengths, accums, engines, recomputes, vocab, update)
     if card and device:
         raise click.UsageError("--card is for a card by its paper figures, --device for a measured one: give one of them")
     paper = given(card, cards.find)
@@ -342,14 +340,21 @@ def health(run_path, pid, watch, seconds, device, results, as_json) -> None:
 
 @cli.command(context_settings=HELP)
 @of_what_is_measured
-def show(model, device, limit, results, as_json) -> None:
+@click.option("--csv", "csv_path", is_flag=False, flag_value="-", metavar="[FILE]",
+              help="Write the records as CSV instead, a row each; without FILE to stdout.")
+def show(model, device, limit, results, csv_path, as_json) -> None:
     """Show what has been measured: tok/s and peak over batch and length, and the cliff as a line."""
     from probe import table
+    from probe.records import frame
     from probe.report import Measured, cliff_line
     from trainer.units import parse_bytes
 
-    out = Output(as_json)
+    out = Output(as_json, is_taken=csv_path == "-")
     m = Measured.read(results, device, model, given(limit, parse_bytes, "--limit"), out.say)
+    if csv_path:
+        write_table(out, csv_path, frame(m.records).to_csv(index=False, lineterminator="\n"))
+        out.result({"device": m.device, "csv": csv_path, "records": len(m.records)})
+        return
     series = table.series_of(m.records)
     out.say(f"{m.device}: {len(m.records)} cells")
     if m.cliff:
@@ -381,15 +386,19 @@ def plot(model, device, limit, results, as_json) -> None:
     out.result({"device": m.device, "pictures": [str(p) for p in pictures]})
 
 
-def _cells(models: str, batches: str, lengths: str, accums: str, engines: str, recomputes: str, vocab: str,
-           update: str, nproc: int = 1) -> list:
+def _cells(models: str | None, step: str | None, batches: str, lengths: str, accums: str, engines: str, recomputes: str,
+           vocab: str | None, update: str, nproc: int = 1) -> list:
     """The grid that a command's options ask for; `batches` are those of each of `nproc` processes."""
     from probe.cell import grid as cells_of
+    from trainer.config import VOCAB
+    from trainer.shapes import of_texts
     from trainer.units import parse_count, parse_ints
 
-    cells = cells_of(_names(models), [b * nproc for b in parse_ints(batches, "--batch")], parse_ints(lengths, "--length"),
-                     parse_ints(accums, "--accum"), _names(engines), _names(recomputes), parse_count(vocab, "--vocab"),
-                     update)
+    entries = given(vocab, parse_count, "--vocab")
+    cells = cells_of([step] if step else of_texts(_names(models), entries),
+                     [b * nproc for b in parse_ints(batches, "--batch")], parse_ints(lengths, "--length"),
+                     parse_ints(accums, "--accum"), _names(engines), _names(recomputes),
+                     VOCAB if entries is None else entries, update)
     if not cells:
         raise click.UsageError("--model, --engine and --recompute each need a name")
     return cells

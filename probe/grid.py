@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from probe import records, search
-from probe.cell import Cell, planes, shape
+from probe.cell import Cell, cell_of, planes, shape
 from probe.cliff import Cliff
 from probe.estimate import CardMemory, estimate
 from probe.records import SCHEMA, Record
@@ -109,8 +109,7 @@ def soaked(workers: Workers, device: str, facts: DeviceFacts, plan: Plan, minute
     if facts.fingerprint != plan.device:
         raise UserError(f"the plan was made on {plan.device}, and this is {facts.fingerprint}; plan for this one")
     step, battery = plan.step, on_battery()
-    cell = Cell(plan.model.name, step.batch, step.length, step.accum, step.engine, step.recompute, plan.model.vocab,
-                step.update)
+    cell = cell_of(plan.model, step)
     seen = []
 
     def watch(progress: dict) -> None:

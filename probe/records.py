@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from statistics import median
 
-from probe import jsonl
 from probe.cell import Cell
+from trainer import jsonl
 from trainer.config import ModelConfig, from_fields
 from trainer.errors import UserError
 
@@ -168,7 +168,7 @@ def frame(records: Iterable[Record]):
     """The records as a pandas frame, a row each, with tok_s, step_s (median) and peak_bytes worked out."""
     import pandas as pd
 
-    return pd.DataFrame([dataclasses.asdict(r.cell) | {
+    return pd.DataFrame([{name: value for name, value in dataclasses.asdict(r.cell).items() if name != "shape"} | {
         "status": r.status, "why": r.why, "device": r.device, "tok_s": r.tok_s, "step_s": r.median_step_s,
         "peak_bytes": r.peak_bytes, "allocated_peak_bytes": r.allocated_peak_bytes,
         "reserved_peak_bytes": r.reserved_peak_bytes, "at": r.at} for r in records])

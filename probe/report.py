@@ -11,6 +11,7 @@ from trainer.config import ENGINES
 from trainer.device import THROTTLED, DeviceFacts, choose
 from trainer.errors import UserError
 from trainer.files import read_json
+from trainer.shapes import name_of
 from trainer.units import format_bytes
 
 
@@ -31,7 +32,8 @@ class Measured:
             raise UserError(f"no records in {results}/*/records.jsonl; `probe grid --model 150M` measures some")
         name = choose(names, device, True)
         records = list(latest(load(results / name / "records.jsonl", say)).values())
-        records = [r for r in records if model in (None, r.cell.model)]
+        wanted = model and name_of(model)
+        records = [r for r in records if model is None or r.cell.model == wanted]
         if not records:
             raise UserError(f"--model {model}: {name} has no record of it; `probe show` lists what there is")
         cliff = Cliff.load(results / name / "cliff.json")

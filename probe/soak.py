@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-from probe import jsonl
 from probe.cell import Cell
+from trainer import jsonl
 from trainer.config import from_fields
 from trainer.errors import UserError
 from trainer.units import format_duration

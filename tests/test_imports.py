@@ -47,7 +47,8 @@ def test_the_planner_and_the_grid_import_no_torch(module):
 
 @pytest.mark.parametrize("command", [("probe",), ("probe", "card"), ("probe", "cliff"), ("probe", "grid"), ("probe", "soak"),
                                      ("probe", "show"), ("probe", "health"), ("probe", "plot"), ("probe", "estimate"),
-                                     ("plan",), ("train",), ("train", "tokenize"), ("train", "sample"), ("train", "audit")])
+                                     ("plan",), ("train",), ("train", "tokenize"), ("train", "sample"), ("train", "audit"),
+                                     ("train", "export"), ("train", "curve")])
 def test_help_needs_neither_torch_nor_pandas(command):
     """That is what keeps every --help below half a second."""
     name, *rest = command

@@ -12,7 +12,7 @@ from test_planner import CASE, gtx1060
 from test_soak import soak, windows
 
 from planner.gather import pick_of
-from probe import jsonl
+from trainer import jsonl
 from trainer.config import ModelConfig
 from trainer.device import cpu_name, slug
 from trainer.files import write_json

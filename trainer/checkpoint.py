@@ -73,20 +73,26 @@ def _flush_folder(folder: Path) -> None:
 def _prune(run: Path, written: Path) -> None:
     """Keeps the newest KEEP up to the one just `written`: later ones were broken and passed over by a resume."""
     found = _all(run)
-    losses = {}
-    for folder in found:
-        try:
-            loss = read_json(folder / FACTS, "checkpoint").get("val_loss")
-        except UserError:
-            continue
-        if isinstance(loss, (int, float)) and math.isfinite(loss):
-            losses[folder] = loss
+    losses = _losses(found)
     best = min(losses, key=losses.get, default=None)
     left_behind = (run / "checkpoints").glob("step-*.tmp")  # by a process that was killed while it wrote
     until = found.index(written) + 1
     for old in [*found[:max(0, until - KEEP)], *found[until:], *left_behind]:
         if old != best:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _losses(folders: list[Path]) -> dict[Path, float]:
+    """The validation loss of each that has one."""
+    losses = {}
+    for folder in folders:
+        try:
+            loss = read_json(folder / FACTS, "checkpoint").get("val_loss")
+        except UserError:
+            continue
+        if isinstance(loss, (int, float)) and math.isfinite(loss):
+            losses[folder] = loss
+    return losses
 
 
 def _all(run: Path) -> list[Path]:
@@ -118,6 +124,40 @@ def newest(run: Path, say=lambda line: None) -> tuple[dict, Path]:
         except UserError as e:
             say(f"checkpoint {folder.name} is broken and passed over: {e}")
     raise UserError(f"run {run} has no usable checkpoint")
+
+
+def last_good(run: Path) -> str:
+    """The newest whole checkpoint in words."""
+    try:
+        return str(newest(run)[1])
+    except UserError:
+        return "the start, since there is no checkpoint yet,"
+
+
+def chosen(run: Path, which: str, say=lambda line: None) -> tuple[dict, Path]:
+    """(facts, folder) of a run's "newest", "best" (by validation loss) or "step-N" checkpoint; broken ones are passed over
+    as by `newest`. UserError if there is none such."""
+    if which == "newest":
+        return newest(run, say)
+    if which == "best":
+        losses = _losses(_all(run))
+        for folder in sorted(losses, key=lambda f: (losses[f], f)):
+            try:
+                return check(folder), folder
+            except UserError as e:
+                say(f"checkpoint {folder.name} is broken and passed over: {e}")
+        return newest(run, say)
+    number = which.removeprefix("step-")
+    found = {int(n): f for f in _all(run) if (n := f.name.removeprefix("step-")).isdigit()}
+    if number == which or not (number.isascii() and number.isdigit()):
+        raise UserError(f"--checkpoint {which!r} must be best, newest or step-N, such as step-{max(found, default=100)}")
+    if int(number) not in found:
+        there = ", ".join(f"step-{n}" for n in found) or "no checkpoint"
+        raise UserError(f"run {run} has no checkpoint of step {int(number)}; there is {there}")
+    try:
+        return check(found[int(number)]), found[int(number)]
+    except UserError as e:
+        raise UserError(f"checkpoint {found[int(number)]} is broken: {e}") from None
 
 
 class Tensors:

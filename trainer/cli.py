@@ -1,7 +1,6 @@
-"""The command `train`, and what the three commands share: one line for an error, one object for --json."""
+"""The command `train`, and what the three commands share: how they begin and end, and their common options."""
 
 import atexit
-import json
 import os
 import signal
 import sys
@@ -12,7 +11,8 @@ from pathlib import Path
 import click
 
 from trainer.errors import Refused, UserError, is_out_of_memory
-from trainer.live import GONE, drop, unread
+from trainer.live import GONE, unread
+from trainer.output import Output, print_rows
 from trainer.stop import SIGNALS
 from trainer.team import Seat, Team
 
@@ -61,39 +61,6 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def given(text: str | None, parse, *names):
-    """An option's value, parsed; None where it was not given (an empty one is given, and refused)."""
-    return None if text is None else parse(text, *names)
-
-
-class Output:
-    """Where a command's words go: to stdout, or with --json to stderr, so that stdout is one object; of a team only the
-    first speaks."""
-
-    def __init__(self, as_json: bool, speaks: bool = True) -> None:
-        self.as_json = as_json and speaks
-        self.stream = sys.stderr if as_json else sys.stdout
-        if not speaks:
-            self.stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-
-    def say(self, line: str = "") -> None:
-        with unread(self.stream):
-            print(line, file=self.stream, flush=True)
-
-    def result(self, value: dict) -> None:
-        if self.as_json:
-            with unread(sys.stdout):
-                print(json.dumps(value), flush=True)
-
-    def console(self):
-        """A rich console on the same stream; 80 columns where there is no terminal."""
-        from rich.console import Console
-
-        console = Console(file=self.stream, highlight=False, width=None if self.stream.isatty() else 80)
-        console.on_broken_pipe = lambda: drop(self.stream)  # rich's own ends the process
-        return console
-
-
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, words on stderr.")
 device_option = click.option("--device", metavar="D",
                              help="cuda, cuda:1, cpu, mps, xpu, or a name under results/.  [default: the best here]")
@@ -116,18 +83,24 @@ column_option = click.option("--column", metavar="NAME", help="Of a Parquet or A
 @click.option("--run", "run_path", type=click.Path(path_type=Path), metavar="DIR",
               help="The run's folder.  [default: results/runs/MODEL-TIME]")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --run.")
+@click.option("--from", "source_path", type=click.Path(path_type=Path), metavar="DIR",
+              help="Start from the weights of a run, an exported folder or a Llama-like Hugging Face one.")
+@click.option("--sample", "prompts", multiple=True, metavar="TEXT",
+              help="After each evaluation, show how the model goes on from this; may be repeated.")
+@click.option("--tensorboard", is_flag=True, help="Write event files to RUN/tensorboard too.")
 @click.option("--dry-run", is_flag=True, help="Check plan, data and device, say what would run, and stop.")
 @click.option("--allow-battery", is_flag=True, help="Start even on battery (about half as fast).")
 @device_option
 @json_option
 @click.pass_context
-def cli(ctx, plan_path, data, val, dtype, column, run_path, resume, dry_run, allow_battery, device, as_json) -> None:
+def cli(ctx, plan_path, data, val, dtype, column, run_path, resume, source_path, prompts, tensorboard, dry_run,
+        allow_battery, device, as_json) -> None:
     """Train a small language model as planned, in fp32, and write a receipt of planned beside actual.
 
     On N cards of one machine: torchrun --nproc-per-node N $(which train) --plan ...
     """
     if ctx.invoked_subcommand:
-        if plan_path or data or val or dtype or column or run_path or resume or dry_run:
+        if any((plan_path, data, val, dtype, column, run_path, resume, source_path, prompts, tensorboard, dry_run)):
             raise click.UsageError(f"options of a run don't go with `train {ctx.invoked_subcommand}`; put its own after it")
         return
     if plan_path is None or not data:
@@ -150,10 +123,19 @@ def cli(ctx, plan_path, data, val, dtype, column, run_path, resume, dry_run, all
         team.join(where)  # what is wrong with the input is told once, by the first, before it joins
     plan = Plan.load(plan_path)
     team.is_sharded = is_sharded(plan.device) and team.seat.size > 1
+    from trainer import board, weights
     from trainer.data import open_data
-    from trainer.loop import run
+    from trainer.loop import Extras, run
+    from trainer.sample import Sampler
 
     tokens, held = open_data(plan, data, val, not dry_run, dtype, column, out.say)
+    if tensorboard:
+        board.check()
+    if prompts and team.is_sharded:
+        raise UserError("--sample needs the whole model on one device, and the plan shares it out; leave it out, and ask "
+                        "`train sample` when the run is through")
+    extras = Extras(source_path and weights.of_shape(source_path, plan.model, out.say),
+                    Sampler(prompts, tokens.tokenizer, plan.model) if prompts else None, tensorboard)
     folder_path = run_path or default_run(Path("results"), plan)
     seen = plan.steps * plan.step.tokens / len(tokens.ids)
     out.say(describe(plan))
@@ -185,7 +167,7 @@ def cli(ctx, plan_path, data, val, dtype, column, run_path, resume, dry_run, all
                 team.join(where)
             else:
                 folder = RunFolder(folder_path)
-            paper = run(plan, tokens, held, folder, where, resume, claim, team, live.say, live.update)
+            paper = run(plan, tokens, held, folder, where, resume, claim, team, live.say, live.update, extras)
             team.leave()
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(type(e).__name__, str(e)):
@@ -229,21 +211,6 @@ def audit(plan_path, data, val, dtype, column, run_path, allow_battery, device, 
         raise Refused(str(refusal))
 
 
-def print_rows(out: Output, head: tuple[str, ...], rows) -> None:
-    """A small table of text cells, the first column to the left and the others to the right."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, name in enumerate(head):
-        table.add_column(name, justify="right" if i else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    with unread(out.stream):
-        out.console().print(table)
-        out.stream.flush()
-
-
 @cli.command(context_settings=HELP)
 @click.argument("texts", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TEXT...")
 @click.option("--out", "out_path", required=True, type=click.Path(path_type=Path), metavar="FILE",
@@ -275,29 +242,94 @@ def tokenize(texts, out_path, vocab, tokenizer_path, field, end, val_share, val,
 
 
 @cli.command(context_settings=HELP)
-@click.option("--run", "run_path", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The run's folder.")
-@click.option("--prompt", required=True, metavar="TEXT", help="How the text begins.")
-@click.option("--tokens", "count", default=100, show_default=True, type=click.IntRange(1), help="Tokens to add.")
+@click.option("--run", "run_path", type=click.Path(path_type=Path), metavar="DIR", help="The run's folder.")
+@click.option("--from", "folder", type=click.Path(path_type=Path), metavar="DIR",
+              help="Instead of --run: an exported folder, or a Llama-like Hugging Face one.")
+@click.option("--prompt", "prompts", required=True, multiple=True, metavar="TEXT",
+              help="How the text begins; several are written at once.")
+@click.option("--count", default=1, show_default=True, type=click.IntRange(1, 4096), help="Texts for each prompt.")
+@click.option("--tokens", "most", default=100, show_default=True, type=click.IntRange(1), help="Tokens to add.")
 @click.option("--temperature", default=0.8, show_default=True, type=click.FloatRange(0, 100), help="0 takes the likeliest.")
 @click.option("--top-k", default=50, show_default=True, type=click.IntRange(1), help="Draw from the K likeliest.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1))
+@click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(0, 1),
+              help="And from the fewest of them that hold this much of the probability.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1),
+              help="Each further text has the next one.")
 @device_option
 @json_option
-def sample(run_path, prompt, count, temperature, top_k, seed, device, as_json) -> None:
-    """Write text with a run's newest checkpoint."""
+def sample(run_path, folder, prompts, count, most, temperature, top_k, top_p, seed, device, as_json) -> None:
+    """Write text with a run's newest checkpoint or an exported folder, shown as it comes."""
     from trainer.device import resolve
 
+    if (run_path is None) == (folder is None):
+        raise click.UsageError("a sample needs either --run DIR, a run's folder, or --from DIR, an exported one")
+    if not (temperature >= 0 and top_p >= 0):
+        raise click.UsageError(f"--temperature {temperature} and --top-p {top_p} must be numbers of 0 or more")
     where = resolve(device)
-    from trainer.sample import sample as draw
+    from trainer.generate import Draw
+    from trainer.sample import Writer, printable, write
 
-    if not temperature >= 0:
-        raise click.UsageError(f"--temperature {temperature} must be a number of 0 or more")
     out = Output(as_json)
-    text = draw(run_path, prompt, count, temperature, top_k, seed, where, out.say)
-    if as_json:
-        out.result({"text": text})
-    else:
-        out.say(text)
+    writer = Writer.of_run(run_path, where, out.say) if run_path else Writer.of_folder(folder, where)
+    begins = [prompt for prompt in prompts for _ in range(count)]
+    is_alone = len(begins) == 1 and not as_json
+
+    def show(row: int, piece: str) -> None:
+        if is_alone:
+            out.say(printable(piece), end="")
+
+    if is_alone:
+        out.say(printable(begins[0]), end="")
+    texts = write(writer, begins, most, Draw(temperature, top_k, top_p, seed), show,
+                  lambda line: click.echo(line, err=True))
+    if is_alone:
+        out.say()
+    elif not as_json:
+        for i, text in enumerate(texts):
+            out.say(f"--- {i + 1} of {len(texts)}, seed {seed + i}\n{printable(text)}")
+    out.result({"text": texts[0], "texts": [{"prompt": p, "text": t} for p, t in zip(begins, texts, strict=True)]})
+
+
+@cli.command(context_settings=HELP)
+@click.option("--run", "run_path", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The run's folder.")
+@click.option("--out", "out_path", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Folder to write.")
+@click.option("--checkpoint", "which", default="best", show_default=True, metavar="best|newest|step-N",
+              help="Which one: best is by validation loss.")
+@click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]),
+              help="What the weights are written as.")
+@json_option
+def export(run_path, out_path, which, dtype, as_json) -> None:
+    """Write a run's model as a folder that Hugging Face's transformers loads (LlamaForCausalLM, AutoTokenizer)."""
+    from trainer.export import export as write
+    from trainer.units import format_bytes
+
+    out = Output(as_json)
+    written = write(run_path, out_path, which, dtype, out.say)
+    out.say(f"written to {out_path}: the model after step {written['step']}, {format_bytes(written['bytes'])} of {dtype}")
+    out.result(written)
+
+
+@cli.command(context_settings=HELP)
+@click.option("--run", "runs", required=True, multiple=True, type=click.Path(path_type=Path), metavar="DIR",
+              help="A run's folder; several are drawn into one picture.")
+@click.option("--out", "out_path", type=click.Path(path_type=Path), metavar="FILE",
+              help="The PNG to write.  [default: curve.png in the first run's folder]")
+@click.option("--csv", "csv_path", metavar="FILE|-", help="Write the steps as CSV instead; - is stdout.")
+@json_option
+def curve(runs, out_path, csv_path, as_json) -> None:
+    """Draw loss and tok/s over the tokens seen, or write every step as CSV."""
+    from trainer.curve import draw, read, table
+    from trainer.output import write_table
+
+    out = Output(as_json, is_taken=csv_path == "-")
+    courses = [read(run, out.say) for run in runs]
+    picture = out_path or (None if csv_path else runs[0] / "curve.png")
+    if csv_path:
+        write_table(out, csv_path, table(courses))
+    if picture:
+        draw(courses, picture)
+        out.say(f"picture {picture}")
+    out.result({"picture": picture and str(picture), "csv": csv_path, "steps": sum(len(c.rows) for c in courses)})
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from trainer import jsonl
 from trainer.errors import Refused, UserError
 from trainer.plan import Plan
 from trainer.units import format_bytes, format_count, format_duration
@@ -24,12 +25,17 @@ PATIENCE_S = 0.3
 
 
 class RunLog:
-    """Appends one JSON object a line to log.jsonl, handed to the system when `write` returns. A disk that doesn't take it
-    is told once by `say`, and the run goes on. Not `kept`, nothing is written: of a team one process writes."""
+    """Appends one JSON object a line to log.jsonl, handed to the system when `write` returns, and gives it to `board`, a
+    trainer.board.Board or None. A disk that doesn't take it is told once by `say`, and the run goes on. Not `kept`, nothing
+    is written: of a team one process writes."""
 
-    def __init__(self, run: Path, say, kept: bool = True) -> None:
+    def __init__(self, run: Path, say, kept: bool = True, board=None) -> None:
         self.path, self._say, self._failed = run / "log.jsonl" if kept else Path(os.devnull), say, False
+        self._board = board
         try:
+            if kept:
+                with open(self.path, "ab+") as f:  # a process that was killed may have left half a line
+                    jsonl.set_torn_aside(f, self.path)
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
         except OSError as e:
             raise UserError(f"can't write {self.path}: {e.strerror or e}") from None
@@ -38,6 +44,8 @@ class RunLog:
         try:
             self._file.write(json.dumps({"kind": kind, "step": step, "at": round(time.time(), 3), **values}) + "\n")
             self._file.flush()
+            if self._board:
+                self._board.write(kind, step, values)
         except OSError as e:
             if not self._failed:
                 self._say(f"can't write {self.path}: {e.strerror or e}; the run goes on, with lines missing there")
@@ -46,6 +54,8 @@ class RunLog:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._file.close()
+            if self._board:
+                self._board.close()
 
 
 class Meter:

@@ -5,11 +5,13 @@ import math
 import os
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from trainer import checkpoint, device
+from trainer import checkpoint, device, weights
+from trainer.board import Board
 from trainer.data import changes, identity
 from trainer.errors import UserError, is_card_lost, is_out_of_memory
 from trainer.files import write_json
@@ -17,6 +19,7 @@ from trainer.ledger import Ledger
 from trainer.log import Meter, RunFolder, RunLog, live_line, process_seconds, receipt
 from trainer.pace import Pace, StepTimes
 from trainer.plan import Plan, eval_batches, is_due
+from trainer.sample import Sampler
 from trainer.schedule import lr
 from trainer.step import TrainStep
 from trainer.stop import Stop
@@ -30,12 +33,21 @@ LOOK_S = 20.0
 """Seconds between two looks at the card: one takes some ms."""
 
 
+@dataclass(frozen=True)
+class Extras:
+    """What a run may be asked for beside its plan: weights to start from, texts at each evaluation, event files."""
+
+    source: weights.RunWeights | weights.HubWeights | None = None
+    sampler: Sampler | None = None
+    tensorboard: bool = False
+
+
 class Run:
     """A plan that is being run, by this process or by a team of them, of which the first writes. `say` takes lines that
     stay, `live` the line that changes."""
 
     def __init__(self, plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, claim: Claim, team: Team, say,
-                 live) -> None:
+                 live, extras: Extras) -> None:
         self.started_s = process_seconds()
         self.plan, self.tokens, self.folder, self.where, self.claim = plan, tokens, folder, where, claim
         self.say, self.live, self.team, self.leads = say, live, team, team.seat.leads
@@ -47,6 +59,7 @@ class Run:
         windows = held.fixed(plan.step.batch, plan.step.length, eval_batches(plan.corpus_tokens, plan.step))
         self.evaluated = sum(len(b) for b in windows)
         self.windows = team.seat.deal([p for b in windows for p in torch.from_numpy(b).split(self.step.step.batch)])
+        self.extras, self.came_from = extras, None
         self.start, self.before_s, self.first_loss = 0, 0.0, None
         self.loss = self.val_loss = math.nan
         self.ledger, self.wrote_before_s = Ledger({}), 0.0
@@ -69,7 +82,15 @@ class Run:
             self.wrote_before_s = float(state.get("checkpoint_write_s", 0.0))
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as e:
             raise UserError(f"run {path}: its checkpoint is not of this run ({e!r:.80})") from None
+        self.came_from = state.get("from")
+        if self.extras.source:
+            weights.refuse_others(self.extras.source, self.came_from, path)
         self.say(f"resuming after step {self.start}")
+
+    def take(self, source: weights.RunWeights | weights.HubWeights) -> None:
+        """Starts from its weights."""
+        self.came_from = {"path": str(source.path), "crc32": weights.load(source, self.step.model, self.step.put)}
+        self.say(f"starting from {source.what}")
 
     def go(self) -> dict:
         """Trains to the plan's end and returns the receipt. Asked to stop, it saves after the step that runs, says how to go
@@ -79,11 +100,15 @@ class Run:
         if self.leads:
             write_json(self.folder.path / "process.json", {
                 "pid": os.getpid(), "started_at": round(time.time() - ready_s, 3), "ran_on": self.ran_on})
-        self.log = RunLog(self.folder.path, self.say, self.leads)
         done, plan = self.start, self.plan
+        shows = self.leads and self.extras.tensorboard
+        board = Board(self.folder.path / "tensorboard", done, plan.step.tokens) if shows else None
+        self.log = RunLog(self.folder.path, self.say, self.leads, board)
         with contextlib.closing(self.log), Stop() as stop:
             try:
                 if done == 0:
+                    if self.came_from:
+                        self.log.write("from", 0, **self.came_from)
                     self.evaluate(0)
                 source = feed(self.tokens, self.step.step, SEED, self.where, done, self.team.seat)
                 self.pace.go_on()
@@ -194,7 +219,7 @@ class Run:
     def stop_here(self, what: str, how: str) -> None:
         with contextlib.suppress(RuntimeError):
             self.saver.wait()
-        raise UserError(f"{what}: the run stops here; go on from {last_good(self.folder.path)} {how}")
+        raise UserError(f"{what}: the run stops here; go on from {checkpoint.last_good(self.folder.path)} {how}")
 
     def evaluate(self, number: int) -> None:
         begin = time.perf_counter()
@@ -207,6 +232,8 @@ class Run:
         self.ledger.add("eval_s", seconds)
         self.log.write("eval", number, val_loss=self.val_loss, seconds=seconds)
         self.say(f"step {number}/{self.plan.steps}  validation loss {self.val_loss:.4f}")
+        if self.extras.sampler and self.leads:
+            self.ledger.add("sample_s", self.extras.sampler.show(self.step.model, number, self.log, self.say))
 
     def losses(self, number: int) -> list[float]:
         """Of each evaluation batch, times its windows; in smaller ones if memory has run out."""
@@ -230,7 +257,8 @@ class Run:
             return
         self.saver.save(number, state, {
             "seconds": self.before_s + process_seconds(), "first_val_loss": self.first_loss, "val_loss": self.val_loss,
-            "data": self.data, "ledger": self.ledger.spent, "checkpoint_write_s": self.wrote_before_s + self.saver.write_s})
+            "data": self.data, "from": self.came_from, "ledger": self.ledger.spent,
+            "checkpoint_write_s": self.wrote_before_s + self.saver.write_s})
         self.held(number, before_s)
 
     def settle(self) -> None:
@@ -256,24 +284,18 @@ class Run:
             "checkpoint_s": spent["checkpoint_s"], "checkpoint_write_s": self.wrote_before_s + self.saver.write_s,
             "ledger": self.ledger.paper(seconds), "first_val_loss": self.first_loss, "val_loss": self.val_loss,
             "loss": self.loss, "checkpoint_failures": self.saver.failures, "out_of_memory": self.out_of_memory,
-            "troubles": self.troubles, "software": self.facts.software, "ran_on": self.ran_on})
-
-
-def last_good(run: Path) -> str:
-    """The newest whole checkpoint in words."""
-    try:
-        return str(checkpoint.newest(run)[1])
-    except UserError:
-        return "the start, since there is no checkpoint yet,"
+            "troubles": self.troubles, "from": self.came_from, "software": self.facts.software, "ran_on": self.ran_on})
 
 
 def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resume: bool, claim: Claim, team: Team,
-        say, live) -> dict:
+        say, live, extras: Extras) -> dict:
     """Trains as planned from the start or the newest checkpoint, and returns the receipt; see Run."""
-    this = Run(plan, tokens, held, folder, where, claim, team, say, live)
+    this = Run(plan, tokens, held, folder, where, claim, team, say, live, extras)
     if resume:
         this.resume()
-    elif team.seat.leads and tokens.tokenizer and Path(tokens.tokenizer).is_file():
+    elif extras.source:
+        this.take(extras.source)
+    if team.seat.leads and not resume and tokens.tokenizer and Path(tokens.tokenizer).is_file():
         with contextlib.suppress(OSError):  # only sampling needs it, and says so
             shutil.copyfile(tokens.tokenizer, folder.path / "tokenizer.json")
     return this.go()

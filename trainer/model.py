@@ -30,6 +30,11 @@ def halves_to_pairs(weight: Tensor, head_size: int) -> Tensor:
     return weight.unflatten(0, (-1, 2, head_size // 2)).transpose(1, 2).flatten(0, 2)
 
 
+def pairs_to_halves(weight: Tensor, head_size: int) -> Tensor:
+    """The way back."""
+    return weight.unflatten(0, (-1, head_size // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
 def rope(x: Tensor, angles: Tensor) -> Tensor:
     """Turns neighbours of x (batch, length, heads, head_size) by their position's angles; the plain formula."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
@@ -67,22 +72,30 @@ class Block(nn.Module):
         if has_kernel(x.device.type, c.head_size, x.dtype):
             mixed = Attention.apply(qkv, angles, c.heads, c.kv_heads)
         else:
-            mixed = self.attend(qkv, angles)
+            mixed = attention(*self.turned(qkv, angles))
         x = x + mixed.flatten(-2) @ self.out.T
         return x + SwiGLULinear.apply(NormLinear.apply(x, self.ff_norm, self.gate_up, c.norm_eps, lean), self.down, lean)
 
-    def attend(self, qkv: Tensor, angles: Tensor) -> Tensor:
+    def turned(self, qkv: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, the first two turned, each (batch, length, heads or kv_heads, head_size)."""
         heads, kv_heads = self.config.heads, self.config.kv_heads
         q, k = rope(qkv[:, :, :-kv_heads], angles).split((heads, kv_heads), 2)
-        return attention(q, k, qkv[:, :, -kv_heads:])
+        return q, k, qkv[:, :, -kv_heads:]
 
     def plain(self, x: Tensor, angles: Tensor) -> Tensor:
         """The same by the plain formulas, for the compiler, which fuses them itself, and for tests."""
+        return self.finish(x, attention(*self.projected(x, angles)))
+
+    def projected(self, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What attention takes of x (batch, length, d_model), as `turned` gives it."""
         c = self.config
         qkv = F.linear(rms_norm(x, self.attention_norm, c.norm_eps), self.qkv)
-        mixed = self.attend(qkv.unflatten(-1, (c.heads + 2 * c.kv_heads, c.head_size)), angles)
+        return self.turned(qkv.unflatten(-1, (c.heads + 2 * c.kv_heads, c.head_size)), angles)
+
+    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """What the block makes of x and of its attention's result."""
         x = x + F.linear(mixed.flatten(-2), self.out)
-        gate, up = F.linear(rms_norm(x, self.ff_norm, c.norm_eps), self.gate_up).chunk(2, -1)
+        gate, up = F.linear(rms_norm(x, self.ff_norm, self.config.norm_eps), self.gate_up).chunk(2, -1)
         return x + F.linear(F.silu(gate) * up, self.down)
 
 

@@ -182,12 +182,15 @@ class TrainStep:
         wholes = ((name, parallel.whole(tensor)) for name, tensor in tensors.items())  # one at a time
         return {name: tensor.cpu() for name, tensor in wholes if self.team.seat.leads}
 
+    def put(self, parameter: Tensor, weight: Tensor) -> None:
+        """Writes a whole weight into a parameter, of which a sharded team's process has its part."""
+        parameter.copy_(parallel.like(parameter, weight) if self.team.is_sharded else weight)
+
     @torch.no_grad()
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Takes what named_state gave; KeyError or RuntimeError if it was another model's."""
         for name, parameter in self.model.named_parameters():
-            weight = tensors[f"model.{name}"]
-            parameter.copy_(parallel.like(parameter, weight) if self.team.is_sharded else weight)
+            self.put(parameter, tensors[f"model.{name}"])
             state = {key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
             self._optimizers[parameter].state[parameter] = {
                 key: parallel.like(parameter, value) for key, value in state.items()}

@@ -23,7 +23,7 @@ def lines(path: Path | str, thing: str) -> list[Line]:
     try:
         found = Path(path).read_bytes().split(b"\n")
     except FileNotFoundError:
-        raise UserError(f"{thing} {path}: no such file; `probe` makes one") from None
+        raise UserError(f"{thing} {path}: no such file") from None
     except OSError as e:
         raise UserError(f"{thing} {path}: {e.strerror or e}") from None
     return [Line(number, text, number == len(found)) for number, text in enumerate(found, 1) if text.strip()]
@@ -53,7 +53,7 @@ def append(path: Path, value: dict) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab+") as f:
-            _set_torn_aside(f, path)
+            set_torn_aside(f, path)
             f.write(line)
             f.flush()
             os.fsync(f.fileno())
@@ -61,7 +61,8 @@ def append(path: Path, value: dict) -> None:
         raise UserError(f"can't write {path}: {e.strerror or e}") from None
 
 
-def _set_torn_aside(f, path: Path) -> None:
+def set_torn_aside(f, path: Path) -> None:
+    """Moves a torn last line of an open file (binary, to read and append) to <path>.torn."""
     size = f.seek(0, os.SEEK_END)
     if not size:
         return
