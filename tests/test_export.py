@@ -36,7 +36,7 @@ def make_run(folder, model, seed=3):
         tensors = {f"model.{name}": p.detach() for name, p in decoder.named_parameters()}
         checkpoint.save(folder, step, tensors, {"val_loss": loss})
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    tokenizer.train([folder / "text.txt"], model.vocab).save(str(folder / "tokenizer.json"))
+    tokenizer.train([(folder / "text.txt").read_text(encoding="utf-8")], model.vocab).save(str(folder / "tokenizer.json"))
     return folder
 
 

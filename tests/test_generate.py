@@ -33,7 +33,7 @@ def sharp(length=64, **changes) -> Decoder:
 def coder(tmp_path_factory):
     path = tmp_path_factory.mktemp("coder") / "text.txt"
     path.write_text("the quick brown fox — größer, ♥ 漢字 🙂 jumps over the lazy dog\n" * 30, encoding="utf-8")
-    return tokenizer.train([path], 300)
+    return tokenizer.train([path.read_text()], 300)
 
 
 @pytest.mark.parametrize("changes", [{}, {"kv_heads": 4}, {"kv_heads": 1, "layers": 3}])
