@@ -266,18 +266,19 @@ def test_a_run_lowers_the_loss_of_answers_and_says_their_share(home):
     assert log(home / "whole")[0]["answer_share"] == paper["answer_share"]
 
 
-def test_a_run_takes_no_notice_of_what_the_padding_is(home):
+def test_a_run_takes_no_notice_of_what_the_padding_is(home, tmp_path):
     pairs = Pairs.open(home / "data.bin")
     rows = np.array(pairs.rows)
     padding = np.logical_and.accumulate((rows == rows[0, -1])[:, ::-1], 1)[:, ::-1]  # at the end of each row
     assert padding.sum() > 500
     rows[padding] = ~np.int32(7)
-    rows.tofile(home / "filled.bin")
-    shutil.copy(home / "data.bin.json", home / "filled.bin.json")
-    done = train(home, "filled", "--data", "filled.bin")
+    rows.tofile(tmp_path / "data.bin")
+    for name in ("data.bin.json", "plan.json"):
+        shutil.copy(home / name, tmp_path / name)
+    done = train(tmp_path, "filled")
     assert done.returncode == 0, done.stderr
-    assert end_state(home / "filled") == end_state(home / "whole")
-    assert receipt(home / "filled")["val_loss"] == receipt(home / "whole")["val_loss"]
+    assert end_state(tmp_path / "filled") == end_state(home / "whole")
+    assert receipt(tmp_path / "filled")["val_loss"] == receipt(home / "whole")["val_loss"]
 
 
 def test_a_run_starts_from_another_ones_weights(home):
