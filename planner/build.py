@@ -12,7 +12,7 @@ from planner.nearest import nearest
 from probe.cliff import default_limit
 from probe.records import Record, latest
 from trainer.errors import NoPlan
-from trainer.plan import SCHEMA, Plan, Predicted, Span
+from trainer.plan import SCHEMA, PairCounts, Plan, Predicted, Span
 from trainer.units import format_bytes, format_count
 
 TABLE = (50_000_000, 100_000_000, 300_000_000)
@@ -23,7 +23,8 @@ ENOUGH = 20
 
 @dataclass(frozen=True)
 class Question:
-    """What the user asked of a plan; None leaves it to the planner. One of `corpus_tokens` and `hours` is given."""
+    """What the user asked of a plan; None leaves it to the planner. One of `corpus_tokens` and `hours` is given; `pairs` if
+    the corpus is a file of them, and `length` then is theirs."""
 
     corpus_tokens: int | None
     hours: float | None
@@ -31,6 +32,7 @@ class Question:
     length: int | None
     tokens_per_step: int | None
     limit_bytes: int | None
+    pairs: PairCounts | None = None
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ def build(records: list[Record], question: Question, known: Known) -> Forecast:
     predicted, extra, steps, every = _whole(pick, step_s, corpus, question.epochs, calibration.rates)
     model, tokens = pick.record.model, pick.step.tokens
     optimizer, lr_why = defaults.optimizer(model, total, steps, pick.step)
-    why = [*choice.why, f"limit {format_bytes(limit_bytes)}: {limit_from}", wanted_why, lr_why,
-           _amount(total, model.parameters), *calibration.lines()]
+    about = _of_pairs(question.pairs) if question.pairs else [_amount(total, model.parameters)]
+    why = [*choice.why, f"limit {format_bytes(limit_bytes)}: {limit_from}", wanted_why, lr_why, *about, *calibration.lines()]
     if known.assumed_for:
         why.insert(0, together.reason(pick.record, known.assumed_for))
     if missing := extra.missing():
@@ -99,7 +101,8 @@ def build(records: list[Record], question: Question, known: Known) -> Forecast:
         predicted=Predicted(tok_s=Span(tokens / step_s.high, tokens / step_s.mid, tokens / step_s.low),
                             peak_bytes=peak_span(pick), hours=predicted),
         why=why, runners_up=_with_hours(choice, predicted), rejected=choice.rejected, records_sha256=digest(records),
-        calibration=calibration.to_json(), software=pick.record.software)
+        calibration=calibration.to_json(), software=pick.record.software,
+        pairs=question.pairs)
     return Forecast(plan, pick, step_s, calibration.rates, known.power_w(pick.record))
 
 
@@ -114,6 +117,11 @@ def _whole(pick: Candidate, step_s: Span, corpus_tokens: float, epochs: float,
 
 def _with_hours(choice: Choice, predicted: Span) -> list[dict]:
     return [r | {"hours": predicted.mid * r["hours_ratio"]} for r in choice.runners_up]
+
+
+def _of_pairs(counts: PairCounts) -> list[str]:
+    return [f"{counts.words()}; steps and hours are of all of them, since padding is computed too",
+            "the learning rate's law is for training from the start: a model that was trained already may want a lower lr"]
 
 
 def _amount(tokens: int, parameters: int) -> str:

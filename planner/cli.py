@@ -11,6 +11,7 @@ from click.core import ParameterSource
 from trainer.cli import HELP, column_option, dtype_option, guarded, json_option
 from trainer.errors import NoPlan, UserError
 from trainer.output import Output, given, print_rows
+from trainer.plan import PairCounts
 
 results_option = click.option("--results", default="results", show_default=True, type=click.Path(path_type=Path),
                               metavar="DIR")
@@ -64,9 +65,14 @@ def cli(ctx, corpus, dtype, column, hours, epochs, model, vocab, length, tokens_
         raise click.UsageError(f"--epochs {epochs} must be a number above 0")
     out = Output(as_json)
     vocab = given(vocab, parse_count, "--vocab")
+    corpus_tokens, pairs = given(corpus, _corpus, vocab, dtype, column, out.say) or (None, None)
+    length = given(length, parse_count, "--length")
+    if pairs and length not in (None, pairs.length):
+        raise UserError(f"--length {length} is not that of the rows in {corpus}, {pairs.length}: leave it out, or tokenize "
+                        f"again with --length {length}")
     question = Question(
-        corpus_tokens=given(corpus, _corpus, vocab, dtype, column, out.say),
-        hours=given(hours, parse_hours, "--hours"), epochs=epochs, length=given(length, parse_count, "--length"),
+        corpus_tokens=corpus_tokens, hours=given(hours, parse_hours, "--hours"), epochs=epochs,
+        length=pairs.length if pairs else length, pairs=pairs,
         tokens_per_step=given(tokens_per_step, parse_count, "--tokens-per-step"),
         limit_bytes=given(limit, parse_bytes, "--limit"))
     records, known = at_hand.read(results, files, device, out.say, gpus, sharded)
@@ -103,19 +109,22 @@ def cli(ctx, corpus, dtype, column, hours, epochs, model, vocab, length, tokens_
         "models": {name: f if isinstance(f, str) else f.plan.to_json() for name, f in forecasts.items()}})
 
 
-def _corpus(text: str, vocab: int | None, dtype: str | None, column: str | None, say) -> int:
-    """Tokens of a count ("100M") or of token files."""
+def _corpus(text: str, vocab: int | None, dtype: str | None, column: str | None, say) -> tuple[int, PairCounts | None]:
+    """Tokens of a count ("100M") or of token files; of a file of pairs all that an epoch steps over, and its counts."""
     from trainer.units import parse_count
 
     if Path(text).exists() or glob.glob(text, recursive=True):
         from trainer.formats import open_tokens
+        from trainer.pairs import counts_of
 
+        if pairs := counts_of(text):
+            return pairs.rows * pairs.length, pairs
         count = len(open_tokens([text], vocab, dtype, column, say).ids)
         if not count:
             raise UserError(f"token file {text} is empty")
-        return count
+        return count, None
     try:
-        return parse_count(text, "--corpus")
+        return parse_count(text, "--corpus"), None
     except UserError:
         raise UserError(f"--corpus {text!r} is neither a number of tokens, such as 100M, nor a file that is there") from None
 

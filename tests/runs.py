@@ -84,6 +84,15 @@ def train(home, run, *more, **other):
     return subprocess.run(run_command(home, run, *more), timeout=120, **options(home) | other)
 
 
+def torchrun(home, count: int, run: str, *more):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "--", "-m"]
+    return [*command, *run_command(home, run, *more)[2:]]
+
+
+def together(home, count: int, run: str, *more):
+    return subprocess.run(torchrun(home, count, run, *more), timeout=120, **options(home))
+
+
 def train_with(home, code: str, run, *more):
     """The same after `code` has run in the process, which may put something of ours out of order."""
     code += "\nimport sys\nfrom trainer import cli\nsys.argv = ['train', *sys.argv[1:]]\ncli.main()\n"

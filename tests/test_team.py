@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from statistics import median
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import make_record, write_records
-from runs import STEPS, end_state, log, make_home, options, receipt, run_command, train
+from runs import STEPS, end_state, log, make_home, options, receipt, run_command, together, torchrun, train
 from safetensors.numpy import load
 
 from trainer import checkpoint
@@ -26,15 +25,6 @@ from trainer.tokens import Tokens
 
 ROUNDING = 1e-4
 """Of a loss, where sums are taken in another order: 1e-6 after 90 steps here, where another batch makes it 1e-1."""
-
-
-def torchrun(home, count: int, run: str, *more):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "--", "-m"]
-    return [*command, *run_command(home, run, *more)[2:]]
-
-
-def together(home, count: int, run: str, *more):
-    return subprocess.run(torchrun(home, count, run, *more), timeout=120, **options(home))
 
 
 def planned(step, device="card"):

@@ -124,7 +124,7 @@ def cli(ctx, plan_path, data, val, dtype, column, run_path, resume, source_path,
     plan = Plan.load(plan_path)
     team.is_sharded = is_sharded(plan.device) and team.seat.size > 1
     from trainer import board, weights
-    from trainer.data import open_data
+    from trainer.data import answer_share, open_data
     from trainer.loop import Extras, run
     from trainer.sample import Sampler
 
@@ -137,14 +137,16 @@ def cli(ctx, plan_path, data, val, dtype, column, run_path, resume, source_path,
     extras = Extras(source_path and weights.of_shape(source_path, plan.model, out.say),
                     Sampler(prompts, tokens.tokenizer, plan.model) if prompts else None, tensorboard)
     folder_path = run_path or default_run(Path("results"), plan)
-    seen = plan.steps * plan.step.tokens / len(tokens.ids)
+    seen = plan.steps * plan.step.tokens / len(tokens)
     out.say(describe(plan))
     named = ", ".join(map(str, data))
-    out.say(f"data {named}: {len(tokens.ids):,} tokens, each seen {seen:.1f} times; {len(held.ids):,} held back to validate")
+    out.say(f"data {named}: {len(tokens):,} tokens, each seen {seen:.1f} times; {len(held):,} held back to validate")
+    if share := answer_share(tokens):
+        out.say(f"pairs: the loss is on the answers, {share:.0%} of these tokens; tok/s counts all, padding too")
     if resume:
         RunFolder.resume(folder_path, plan)
     team.seat.share(plan)
-    situation = look(plan, where, folder_path, resume, allow_battery, tokens=len(tokens.ids),
+    situation = look(plan, where, folder_path, resume, allow_battery, tokens=len(tokens),
                      fingerprint=team_name(facts(where).fingerprint, team.seat.size, team.is_sharded))
     if not team.seat.leads:
         situation = replace(situation, held=None, run_problem=None)
@@ -156,7 +158,7 @@ def cli(ctx, plan_path, data, val, dtype, column, run_path, resume, source_path,
     if dry_run:
         out.say(f"would run on {situation.fingerprint} into {folder_path}; nothing was written")
         out.result({"run": str(folder_path), "device": situation.fingerprint, "steps": plan.steps,
-                    "tokens": len(tokens.ids), "findings": [asdict(f) for f in findings]})
+                    "tokens": len(tokens), "findings": [asdict(f) for f in findings]})
         return
     from trainer.live import Live
 
@@ -224,17 +226,37 @@ def audit(plan_path, data, val, dtype, column, run_path, allow_battery, device, 
               help="Hold this share of the documents back to validate on, in OUT.val.")
 @click.option("--val", multiple=True, type=click.Path(path_type=Path), metavar="TEXT",
               help="Texts to validate on, tokenized into OUT.val.")
+@click.option("--pairs", "are_pairs", is_flag=True,
+              help="TEXT is JSONL of prompts and answers, or of chats: the loss will be on the answers.")
+@click.option("--length", metavar="L", help="With --pairs: tokens in a row, the length of the plan to come.")
+@click.option("--packed", is_flag=True, help="With --pairs: as many in a row as fit; each sees those before it.")
 @json_option
-def tokenize(texts, out_path, vocab, tokenizer_path, field, end, val_share, val, as_json) -> None:
+@click.pass_context
+def tokenize(ctx, texts, out_path, vocab, tokenizer_path, field, end, val_share, val, are_pairs, length, packed,
+             as_json) -> None:
     """Turn texts (plain or JSONL, also gzip or zstd; files, folders, patterns) into a token file, with a byte-level BPE
     trained on them. Run again after it was stopped, it goes on."""
-    from trainer.corpus import tokenize as write
-    from trainer.live import Live
     from trainer.units import parse_count
 
     if val_share and val:
         raise click.UsageError("--val-share and --val are two ways to the same; give one")
     out = Output(as_json)
+    if are_pairs:
+        from trainer.pairing import tokenize_pairs
+
+        if length is None or tokenizer_path is None:
+            raise click.UsageError("--pairs needs --length L, as the plan will have it, and --tokenizer FILE, that of the "
+                                   "run to start from")
+        for name in ("vocab", "field", "end", "val_share", "val"):
+            if ctx.get_parameter_source(name).name == "COMMANDLINE":
+                raise click.UsageError(f"--{name.replace('_', '-')} does not go with --pairs")
+        out.result(tokenize_pairs(texts, out_path, parse_count(length, "--length"), tokenizer_path, packed, out.say))
+        return
+    if length is not None or packed:
+        raise click.UsageError("--length and --packed go with --pairs")
+    from trainer.corpus import tokenize as write
+    from trainer.live import Live
+
     with Live(out.console()) as live:
         facts = write(texts, out_path, parse_count(vocab, "--vocab"), tokenizer_path, field, end, val_share, val, live.say,
                       live.update)

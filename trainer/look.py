@@ -39,7 +39,7 @@ def examine(plan: Plan, data: Sequence[Path], val: Sequence[Path], run: Path, na
         known["build"] = str(e)
     if data:
         try:
-            known["tokens"] = len(open_data(plan, data, val, **how)[0].ids)
+            known["tokens"] = len(open_data(plan, data, val, **how)[0])
         except UserError as e:
             known["data_problem"] = str(e)
     return look(plan, where, run, allow_battery=allow_battery, **known)

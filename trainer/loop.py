@@ -12,12 +12,13 @@ import torch
 
 from trainer import checkpoint, device, weights
 from trainer.board import Board
-from trainer.data import changes, identity
+from trainer.data import answer_share, changes, identity
 from trainer.errors import UserError, is_card_lost, is_out_of_memory
 from trainer.files import write_json
 from trainer.ledger import Ledger
 from trainer.log import Meter, RunFolder, RunLog, live_line, process_seconds, receipt
 from trainer.pace import Pace, StepTimes
+from trainer.pairs import Pairs, answers
 from trainer.plan import Plan, eval_batches, is_due
 from trainer.sample import Sampler
 from trainer.schedule import lr
@@ -46,18 +47,21 @@ class Run:
     """A plan that is being run, by this process or by a team of them, of which the first writes. `say` takes lines that
     stay, `live` the line that changes."""
 
-    def __init__(self, plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, claim: Claim, team: Team, say,
-                 live, extras: Extras) -> None:
+    def __init__(self, plan: Plan, tokens: Tokens | Pairs, held: Tokens | Pairs, folder: RunFolder, where, claim: Claim,
+                 team: Team, say, live, extras: Extras) -> None:
         self.started_s = process_seconds()
         self.plan, self.tokens, self.folder, self.where, self.claim = plan, tokens, folder, where, claim
         self.say, self.live, self.team, self.leads = say, live, team, team.seat.leads
         self.facts = device.facts(where)
         self.ran_on = device.team_name(self.facts.fingerprint, team.seat.size, team.is_sharded)
         claim.begin(where, self.facts.uuid)
-        self.step = TrainStep(plan.model, team.seat.share(plan), plan.optimizer, where, SEED, team)
+        self.answer_share = answer_share(tokens)
+        self.step = TrainStep(plan.model, team.seat.share(plan), plan.optimizer, where, SEED, team,
+                              masked=self.answer_share is not None)
         self.data = {"training": identity(tokens), "validation": identity(held)}
         windows = held.fixed(plan.step.batch, plan.step.length, eval_batches(plan.corpus_tokens, plan.step))
-        self.evaluated = sum(len(b) for b in windows)
+        self.weigh = len if self.answer_share is None else answers  # of the mean over some rows, in the mean over all
+        self.evaluated = sum(self.weigh(b) for b in windows)
         self.windows = team.seat.deal([p for b in windows for p in torch.from_numpy(b).split(self.step.step.batch)])
         self.extras, self.came_from = extras, None
         self.start, self.before_s, self.first_loss = 0, 0.0, None
@@ -104,6 +108,8 @@ class Run:
         shows = self.leads and self.extras.tensorboard
         board = Board(self.folder.path / "tensorboard", done, plan.step.tokens) if shows else None
         self.log = RunLog(self.folder.path, self.say, self.leads, board)
+        if self.answer_share is not None:
+            self.log.write("answers", done, answer_share=self.answer_share)
         with contextlib.closing(self.log), Stop() as stop:
             try:
                 if done == 0:
@@ -236,10 +242,10 @@ class Run:
             self.ledger.add("sample_s", self.extras.sampler.show(self.step.model, number, self.log, self.say))
 
     def losses(self, number: int) -> list[float]:
-        """Of each evaluation batch, times its windows; in smaller ones if memory has run out."""
+        """Of each evaluation batch, times its windows or answers; in smaller ones if memory has run out."""
         while True:
             try:
-                return [float(self.step.evaluate(piece)) * len(piece) * counts
+                return [float(self.step.evaluate(piece)) * self.weigh(piece) * counts
                         for b, counts in self.windows for piece in b.split(self.step.step.batch)]
             except (RuntimeError, MemoryError) as e:
                 if not self.lightens(e):
@@ -284,11 +290,12 @@ class Run:
             "checkpoint_s": spent["checkpoint_s"], "checkpoint_write_s": self.wrote_before_s + self.saver.write_s,
             "ledger": self.ledger.paper(seconds), "first_val_loss": self.first_loss, "val_loss": self.val_loss,
             "loss": self.loss, "checkpoint_failures": self.saver.failures, "out_of_memory": self.out_of_memory,
-            "troubles": self.troubles, "from": self.came_from, "software": self.facts.software, "ran_on": self.ran_on})
+            "troubles": self.troubles, "from": self.came_from, "answer_share": self.answer_share,
+            "software": self.facts.software, "ran_on": self.ran_on})
 
 
-def run(plan: Plan, tokens: Tokens, held: Tokens, folder: RunFolder, where, resume: bool, claim: Claim, team: Team,
-        say, live, extras: Extras) -> dict:
+def run(plan: Plan, tokens: Tokens | Pairs, held: Tokens | Pairs, folder: RunFolder, where, resume: bool, claim: Claim,
+        team: Team, say, live, extras: Extras) -> dict:
     """Trains as planned from the start or the newest checkpoint, and returns the receipt; see Run."""
     this = Run(plan, tokens, held, folder, where, claim, team, say, live, extras)
     if resume:

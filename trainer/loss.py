@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer.layers import norm_backward, norm_parts
 
 IGNORE = -100
-"""Target that takes no part in the loss, as in torch.nn.functional.cross_entropy."""
+"""Target that takes no part in the loss, as in torch.nn.functional.cross_entropy; any other below 0 does as well."""
 
 
 def chunk_rows(rows: int) -> int:
@@ -26,16 +26,18 @@ def chunk_rows(rows: int) -> int:
 
 @torch.no_grad()
 def head_loss(x: Tensor, gain: Tensor, weight: Tensor, targets: Tensor, eps: float, scale: float = 1.0,
-              d_gain: Tensor | None = None, d_weight: Tensor | None = None, add: bool = False) -> Tensor:
-    """The mean cross-entropy of `rms_norm(x, gain) @ weight.T` against `targets` over those that are not IGNORE, times
-    `scale`.
+              d_gain: Tensor | None = None, d_weight: Tensor | None = None, add: bool = False,
+              count: Tensor | None = None) -> Tensor:
+    """The cross-entropy of `rms_norm(x, gain) @ weight.T` against `targets`, summed over those of 0 and more, over their
+    number, times `scale`. With `count` (one number) it is over that one, at least 1: of a step whose micro-steps
+    have unequal numbers of targets, the losses then add up to the mean over all of them.
 
     x (rows, d_model), gain (d_model,), weight (vocab, d_model), targets (rows,) int64. With `d_gain` and `d_weight` the
     gradients are made as well: theirs are written into them, or added to them with `add`, so that one buffer serves the
     tied embedding through all micro-steps, and x's is written over x. Takes no part in autograd.
     """
-    valid = targets != IGNORE
-    row_scale = (valid.to(x.dtype).mul_(scale) / valid.sum().clamp(min=1))[:, None]
+    valid = targets >= 0
+    row_scale = (valid.to(x.dtype).mul_(scale) / (valid.sum() if count is None else count).clamp(min=1))[:, None]
     target = torch.where(valid, targets, 0)[:, None]
     loss = torch.zeros((), device=x.device, dtype=x.dtype)
     step = chunk_rows(x.shape[0])

@@ -66,9 +66,37 @@ class Predicted:
 
 
 @dataclass(frozen=True)
+class PairCounts:
+    """What a file of prompts and answers holds. Of the rows x length tokens that an epoch steps over, `tokens_padded` are
+    padding and `tokens_real` are not, among them `tokens_answer`, which the loss is on; `pairs` were made into rows."""
+
+    length: int
+    rows: int
+    pairs: int
+    tokens_real: int
+    tokens_answer: int
+    tokens_padded: int
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value + (name == "tokens_padded") < 2**48:
+                raise UserError(f"{name} is {value!r}; it must be a whole number")
+        if self.tokens_real + self.tokens_padded != self.rows * self.length:
+            raise UserError(f"{self.tokens_real} real and {self.tokens_padded} padded tokens are not {self.rows} rows of "
+                            f"{self.length}")
+
+    def words(self) -> str:
+        """In one line for a person."""
+        share = self.tokens_padded / (self.rows * self.length)
+        return (f"{self.pairs:,} pairs in {self.rows:,} rows of {self.length}: {self.tokens_real:,} real tokens, "
+                f"{self.tokens_answer:,} of them answers, and {self.tokens_padded:,} of padding ({share:.0%})")
+
+
+@dataclass(frozen=True)
 class Plan:
     """Written by `plan`, run by `train`; the fields are those of the plan's JSON. `eval` and `checkpoint` are cadences in
-    steps, `software` what the pick was measured with."""
+    steps, `software` what the pick was measured with, `pairs` the counts of a file of pairs, whose
+    `corpus_tokens` are all that an epoch steps over."""
 
     schema: int
     at: str
@@ -89,6 +117,7 @@ class Plan:
     records_sha256: str
     calibration: dict
     software: dict = dataclasses.field(default_factory=dict)
+    pairs: PairCounts | None = None
 
     @classmethod
     def load(cls, path: Path | str) -> "Plan":
@@ -117,6 +146,8 @@ class Plan:
             values["predicted"] = from_fields(
                 Predicted, {k: from_fields(Span, v, f"predicted {k}") for k, v in predicted.items()
                             if k in ("tok_s", "peak_bytes", "hours")}, "predicted")
+        if values.get("pairs") is not None:
+            values["pairs"] = from_fields(PairCounts, values["pairs"], "pairs")
         plan = from_fields(cls, values, "it")
         for name in ("corpus_tokens", "steps", "eval", "checkpoint", "limit_bytes"):
             value = getattr(plan, name)

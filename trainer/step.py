@@ -21,11 +21,12 @@ class TrainStep:
 
     tokens are int32 on the device: (accum, batch, length + 1) for a step, (batch, length + 1) for an evaluation; inputs
     are all but the last column, targets all but the first. In a team `step` is each process's share, and a step ends with
-    the same weights in all of them.
+    the same weights in all of them. `masked` tokens hold ids that take no part in the loss as ~id: as inputs they are read,
+    as targets left out, and the loss is the mean over the targets that are left in the whole step, the team's.
     """
 
     def __init__(self, model: ModelConfig, step: StepConfig, optimizer: OptimizerConfig, device: torch.device,
-                 seed: int = 0, team: Team = Team()) -> None:  # noqa: B008
+                 seed: int = 0, team: Team = Team(), masked: bool = False) -> None:  # noqa: B008
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         refusal = refuse_engine(step.engine, device.type, capability) or refuse_update(step, optimizer)
         if refusal:
@@ -39,6 +40,7 @@ class TrainStep:
         self._body, self._by_hand = parallel.spread(self.model, body, step, team)
         self._graphs: list[tuple[torch.cuda.CUDAGraph, Tensor]] = []
         self._side = self._tokens = None
+        self._count = torch.zeros((), device=device) if masked else None  # of a step's targets, in each process's mean
 
         def adamw(parameters, decay):
             return torch.optim.AdamW(parameters, lr=optimizer.lr, betas=optimizer.betas, eps=1e-8, fused=True,
@@ -65,6 +67,9 @@ class TrainStep:
                 group["lr"] = lr
         if self.step.engine != "eager" and self.device.type == "cuda" and not self._graphs:
             self._record(tokens[0])
+        if self._count is not None:  # in place: a graph reads it where it was recorded
+            self._count.copy_((tokens[..., 1:] >= 0).sum())
+            self.team.average_([self._count])
         loss = torch.zeros((), device=self.device)
         for i, micro in enumerate(tokens):
             loss += self._replay(i, micro) if self._graphs else self._forward_backward(micro, i == len(tokens) - 1)
@@ -85,10 +90,14 @@ class TrainStep:
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor:
-        """Mean loss over tokens (batch, length + 1), from wherever they are."""
+        """Mean loss over tokens (batch, length + 1), from wherever they are; of masked ones, over their targets."""
         m, tokens = self.model, tokens.to(self.device)
-        x = m(m.embed(tokens[:, :-1])).flatten(0, 1)
+        x = m(m.embed(self._inputs(tokens))).flatten(0, 1)
         return head_loss(x, m.norm, m.embedding, tokens[:, 1:].flatten().long(), m.config.norm_eps)
+
+    def _inputs(self, tokens: Tensor) -> Tensor:
+        inputs = tokens[:, :-1]
+        return inputs if self._count is None else inputs ^ (inputs >> 31)  # ~id where it is below 0
 
     def _forward_backward(self, tokens: Tensor, is_last: bool = True) -> Tensor:
         """Loss and gradients of one micro-step; a team exchanges what its blocks have summed up during the last one. The
@@ -98,15 +107,16 @@ class TrainStep:
             return self._gradients(tokens)
 
     def _gradients(self, tokens: Tensor) -> Tensor:
-        m, inputs, targets = self.model, tokens[:, :-1], tokens[:, 1:].flatten().long()
+        m, inputs, targets = self.model, self._inputs(tokens), tokens[:, 1:].flatten().long()
         x = m.embed(inputs).requires_grad_()
         out = self._body(x, self.step.recompute, self.step.engine == "compile")
         is_first = m.embedding.grad is None
         if is_first:
             m.embedding.grad, m.norm.grad = torch.empty_like(m.embedding), torch.empty_like(m.norm)
         rows = out.detach().flatten(0, 1)
-        loss = head_loss(rows, m.norm, m.embedding, targets, m.config.norm_eps, 1 / self.step.accum, m.norm.grad,
-                         m.embedding.grad, add=not is_first)
+        scale = 1 / self.step.accum if self._count is None else 1.0
+        loss = head_loss(rows, m.norm, m.embedding, targets, m.config.norm_eps, scale, m.norm.grad, m.embedding.grad,
+                         add=not is_first, count=self._count)
         # on this thread: autograd's own would take a second cuBLAS handle and its workspace, 34 MB on an H200
         with torch.autograd.set_multithreading_enabled(False):
             out.backward(rows.view_as(out))  # which holds the gradient now

@@ -137,6 +137,14 @@ class Tokens:
         return cls(Joined([s.ids for s in shards]), first.vocab, f"{first.path} and {len(shards) - 1} more", first.tokenizer,
                    tuple(shards))
 
+    @property
+    def paths(self) -> list[str]:
+        """Of the files that are read."""
+        return [shard.path for shard in self.shards] or [self.path]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
     def check(self, vocab: int, keep: bool = True) -> None:
         """Looks at every id; UserError naming the first that a model of `vocab` has no row for, and where it is.
 
