@@ -110,16 +110,16 @@ class Tokens:
                             f"`train tokenize` writes both")
         facts = read_json(beside, "token sidecar")
         if facts.get("schema") != SCHEMA:
-            raise UserError(f"token sidecar {beside}: schema is {facts.get('schema')!r}; this version reads {SCHEMA}")
+            raise UserError(f"token sidecar {beside}: schema is {facts.get('schema')!r:.40}; this version reads {SCHEMA}")
         for name, low in (("count", 0), ("vocab", 1)):
             value = facts.get(name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**48:
-                raise UserError(f"token sidecar {beside}: {name} is {value!r}; it must be a whole number")
+                raise UserError(f"token sidecar {beside}: {name} is {value!r:.40}; it must be a whole number")
         if facts.get("dtype") not in ("uint16", "uint32"):
-            raise UserError(f"token sidecar {beside}: dtype is {facts.get('dtype')!r}; it must be uint16 or uint32")
+            raise UserError(f"token sidecar {beside}: dtype is {facts.get('dtype')!r:.40}; it must be uint16 or uint32")
         tokenizer = facts.get("tokenizer")
         if not isinstance(tokenizer, (str, type(None))):
-            raise UserError(f"token sidecar {beside}: tokenizer is {tokenizer!r}; it must be a file's name or null")
+            raise UserError(f"token sidecar {beside}: tokenizer is {tokenizer!r:.40}; it must be a file's name or null")
         dtype = np.dtype(facts["dtype"]).newbyteorder("<")
         size = path.stat().st_size
         if size != facts["count"] * dtype.itemsize:
