@@ -4,6 +4,7 @@ is done with it can bear. `--examples 10000` for more."""
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -175,7 +176,7 @@ def test_a_token_file(folder, data):
         assert count == (len(tokens.ids) - 1) // 16 and tokens.checksum() >= 0 and tokens.where(7, shape)
         for some in (tokens.batch(0, 7, shape), *tokens.fixed(3, 16, 2), *tokens.split(500)[0].fixed(3, 16, 2)):
             assert some.dtype == np.int32 and some.min() >= 0 and some.max() < 300 and some.shape[-1] == 17
-        assert tokens.tokenizer is None or len(tokens.tokenizer) < 1000
+        assert tokens.tokenizer is None or Path(tokens.tokenizer).is_file() is False
 
 
 @given(damaged(DEVICE))

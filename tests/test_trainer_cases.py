@@ -8,12 +8,13 @@ from runs import Clock, log, open_run
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from trainer.config import OptimizerConfig, StepConfig
+from trainer.corpus import tokenize
 from trainer.data import open_data
 from trainer.errors import UserError
 from trainer.log import Meter, RunFolder, live_line
 from trainer.pace import StepTimes
 from trainer.step import TrainStep
-from trainer.tokenizer import END_OF_TEXT, tokenize
+from trainer.tokenizer import END_OF_TEXT
 from trainer.tokens import Tokens
 
 PLAN = make_plan("cpu-x")
@@ -36,6 +37,7 @@ def test_ids_above_65535_are_kept_from_text_to_batch(tmp_path):
     """transformers 2825, llm.c 701: they wrap silently in uint16."""
     words = [*(f"w{i}" for i in range(70_000)), END_OF_TEXT]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
+    tokenizer.add_special_tokens([END_OF_TEXT])
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "words.json"))
     (tmp_path / "text.txt").write_text("w65535 w65536 w69999 w1")

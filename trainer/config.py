@@ -24,7 +24,7 @@ RECOMPUTES = ("none", "elementwise", "block")
 UPDATES = ("after", "backward")
 
 
-_NAME = re.compile(r"[\w.+-]{1,64}")
+_NAME = re.compile(r"[\w.+-]{0,64}")
 """What a model may be called: runs' folders and pictures bear the name."""
 
 
