@@ -21,6 +21,12 @@ GRID = ("grid", "--model", "1M", "--vocab", "300", "--batch", "1,2", "--length",
 WAYS = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]
 
 
+@pytest.fixture
+def tmp_path(tmp_path_factory):
+    """Of a short name: in it lies a socket, whose path may have 107 bytes."""
+    return tmp_path_factory.mktemp("t")
+
+
 def start(folder):
     (folder / "temp").mkdir(exist_ok=True)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "temp"), "SPILLCLIFF_TEST": str(folder)}
