@@ -9,9 +9,11 @@ from statistics import median
 from planner.hours import Rates
 from probe.soak import Soak
 from trainer.checkpoint import STATE_BYTES
+from trainer.config import refuse_software
 from trainer.errors import UserError
 from trainer.files import read_json
 from trainer.plan import Plan, times_due
+from trainer.units import is_figure
 
 BIAS_SD = 0.02
 """By how much a device's runs may all be off their forecasts in one direction, in shares: an assumption. With it and
@@ -76,7 +78,7 @@ class Calibration:
 
 def is_usable(value: object) -> bool:
     """Whether a figure that was read is a number above 0 and of a size that exists."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 1e-9 < value < 1e18
+    return is_figure(value, 1e-9)
 
 
 def read(runs: Path, say) -> list[Past]:
@@ -94,8 +96,10 @@ def read(runs: Path, say) -> list[Past]:
             if not 1 / FARTHEST < (receipt["ratio"].get("tok_s") or 1) < FARTHEST:
                 raise UserError(f"receipt {path}: tok/s came out {receipt['ratio']['tok_s']:.3g} times as planned, which "
                                 f"says nothing of the next run")
-            if not isinstance(receipt.get("software", {}), dict):
-                raise UserError(f"receipt {path}: software must be an object")
+            try:
+                refuse_software(receipt.get("software", {}))
+            except UserError as e:
+                raise UserError(f"receipt {path}: {e}") from None
             found.append(Past(path.parent.name, plan, receipt))
         except UserError as e:
             say(f"left out: {e}")

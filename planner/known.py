@@ -4,19 +4,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from planner import calibration, together
-from planner.calibration import Calibration, Past, calibrate, is_usable
+from planner.calibration import Calibration, Past, calibrate
 from planner.hours import Rates
 from probe import records, soak
 from probe.cliff import Cliff
 from probe.records import Record
 from probe.soak import Soak
+from probe.store import RATES, device_file
 from trainer.device import choose, one_of_team, team_name, team_size
 from trainer.errors import NoPlan, UserError
-from trainer.files import read_json
 from trainer.shapes import name_of
 from trainer.units import parse_count
-
-RATES = ("start_up_s", "disk_write_bytes_s", "first_copy_bytes_s", "copy_bytes_s")
 
 
 @dataclass(frozen=True)
@@ -82,19 +80,6 @@ def _of_team(names: list[str], chosen: str, gpus: int | None, sharded: bool) -> 
     return found
 
 
-def device_file(path: Path) -> dict:
-    """What `probe` noted of a device beside its records; {} if nothing."""
-    values = read_json(path, "device file") if path.exists() else {}
-    for name in RATES:
-        value = values.get(name)
-        if value is not None and not is_usable(value):
-            raise UserError(f"device file {path}: {name} is {value!r:.40}; it must be a number above 0, or null")
-    memory = values.get("memory") or {}
-    if not isinstance(memory, dict) or not all(value == 0 or is_usable(value) for value in memory.values()):
-        raise UserError(f"device file {path}: memory must be an object of bytes; `probe card` makes it again")
-    return values
-
-
 def kinds(found: list[Record]) -> list[tuple[str, int]]:
     """The models that were measured, each with its vocabulary; NoPlan if there is none of ours."""
     ours = list(dict.fromkeys((r.cell.model, r.cell.vocab) for r in found if not r.cell.is_foreign))
@@ -110,7 +95,7 @@ def of_model(found: list[Record], model: str | None, vocab: int | None) -> list[
     if model is not None:
         name = name_of(model)
         wanted = _count(name)
-        chosen = [k for k in chosen if k[0] == name or wanted and _count(k[0]) == wanted]
+        chosen = [k for k in chosen if k[0] == name] or [k for k in chosen if wanted and _count(k[0]) == wanted]
     if vocab is not None:
         chosen = [k for k in chosen if k[1] == vocab]
     if not chosen:

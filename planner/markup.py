@@ -108,7 +108,7 @@ def bar(value: object, largest: float, text: str) -> str:
 
 def cell_name(cell: dict) -> str:
     """`"B=4 L=512 accum=2 graph/none"` of a cell or a step in JSON; what is usual is left out."""
-    extra = [f"accum={cell['accum']}"] * (cell.get("accum", 1) != 1)
+    extra = [f"accum={cell.get('accum')}"] * (cell.get("accum", 1) != 1)
     if (cell.get("engine", "eager"), cell.get("recompute", "none")) != ("eager", "none"):
         extra.append(f"{cell.get('engine')}/{cell.get('recompute')}")
     extra += ["update=backward"] * (cell.get("update") == "backward")

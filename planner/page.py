@@ -199,8 +199,8 @@ def _others(data: dict) -> str:
     plan = data["plan"]
     runners = []
     if plan:
-        runners = [(esc(cell_name(r["cell"])), tok_s_text(r["tok_s"]), bytes_text(r["peak_bytes"]),
-                    ratio_text(r["hours_ratio"])) for r in plan["runners_up"]]
+        runners = [(esc(cell_name(r["cell"])), tok_s_text(r.get("tok_s")), bytes_text(r.get("peak_bytes")),
+                    ratio_text(r.get("hours_ratio"))) for r in plan["runners_up"]]
         rejected = [(esc(cell_name(r["cell"])), esc("; ".join(r["why"]))) for r in plan["rejected"]]
     else:
         rejected = [(esc(f"{s['model']} {cell_name(s | c)}"), esc(_against(c, data["limit_bytes"])))

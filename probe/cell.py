@@ -26,7 +26,7 @@ class Cell:
     shape: ModelConfig | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.shape, dict):  # of a record
+        if not isinstance(self.shape, (ModelConfig, type(None))):  # of a record
             object.__setattr__(self, "shape", from_fields(ModelConfig, self.shape, "cell: shape"))
         if not isinstance(self.model, str) or type(self.vocab) is not int or self.vocab < 1:
             raise UserError(f"cell: model {self.model!r:.40} must be a size's name, and vocab {self.vocab!r:.40} a number")

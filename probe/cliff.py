@@ -11,7 +11,7 @@ from trainer.config import from_fields
 from trainer.device import THROTTLED
 from trainer.errors import UserError
 from trainer.files import read_json, write_json
-from trainer.units import format_bytes
+from trainer.units import format_bytes, is_figure
 from trainer.watch import FALL
 
 ATTENTION_WEIGHT = 5
@@ -64,14 +64,14 @@ class Cliff:
             return None
         values = read_json(path, "cliff file")
         if values.get("schema") != 1:
-            raise UserError(f"cliff file {path}: schema is {values.get('schema')!r}; this version reads 1")
+            raise UserError(f"cliff file {path}: schema is {values.get('schema')!r:.40}; this version reads 1")
         cliff = from_fields(cls, values, f"cliff file {path}")
-        for name in ("fast_bytes", "context_bytes", "free_at_start_bytes"):
+        for name in ("fast_bytes", "context_bytes", "free_at_start_bytes", "fast_bytes_s", "slow_bytes_s", "seconds"):
             value = getattr(cliff, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+            if not is_figure(value) and not (value is None and name == "slow_bytes_s"):
                 raise UserError(f"cliff file {path}: {name} is {value!r:.40}; it must be a number of 0 or more")
         bad = cliff.bad_bytes
-        if cliff.kind not in KINDS or (bad is None) != (cliff.kind == "reserve") or not isinstance(bad, (int, type(None))):
+        if cliff.kind not in KINDS or (bad is None) != (cliff.kind == "reserve") or not (bad is None or is_figure(bad)):
             raise UserError(f"cliff file {path}: kind {cliff.kind!r:.40} with bad_bytes {bad!r:.40} can't be; `probe cliff` "
                             f"makes it again")
         return cliff

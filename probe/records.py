@@ -7,14 +7,18 @@ from functools import cached_property
 from pathlib import Path
 from statistics import median
 
-from probe.cell import Cell
+from probe.cell import Cell, shape
 from trainer import jsonl
-from trainer.config import ModelConfig, from_fields
+from trainer.config import ModelConfig, from_fields, refuse_software
 from trainer.errors import UserError
+from trainer.units import is_figure
 
 SCHEMA = 1
 """1: first version."""
 
+SHORTEST_S = 1e-7
+"""No step is shorter: a kernel's launch alone takes some microseconds."""
+READINGS = ("clock_mhz", "temperature_c", "power_w", "utilization", "throttle")
 STATUSES = ("fits", "thrashes", "spills", "oom", "timeout", "crashed", "contended")
 
 
@@ -75,33 +79,37 @@ class Record:
             raise UserError("a record must be a JSON object")
         schema = values.get("schema")
         if isinstance(schema, int) and schema > SCHEMA:
-            raise UserError(f"schema {schema} is newer than this version reads ({SCHEMA}); update spillcliff")
+            raise UserError(f"schema {schema!r:.40} is newer than this version reads ({SCHEMA}); update spillcliff")
         if schema != SCHEMA:
-            raise UserError(f"schema is {schema!r}; this version reads {SCHEMA}")
+            raise UserError(f"schema is {schema!r:.40}; this version reads {SCHEMA}")
         values = dict(values)
         values["cell"] = from_fields(Cell, values.get("cell"), "cell")
-        values["model"] = None if values["cell"].is_foreign else from_fields(ModelConfig, values.get("model"), "model")
+        is_ours = shape(values["cell"]) is not None
+        values["model"] = from_fields(ModelConfig, values.get("model"), "model") if is_ours else None
         for name in ("warmup_s", "step_s"):
             times = values.get(name, [])
-            if not isinstance(times, (list, tuple)) or not all(_is_number(t) and t > 0 for t in times):
+            if not isinstance(times, (list, tuple)) or not all(is_figure(t, SHORTEST_S) for t in times):
                 raise UserError(f"{name} must be a list of seconds above zero")
             values[name] = tuple(times)
         record = from_fields(cls, values, "the record")
         if record.status not in STATUSES:
-            raise UserError(f"status {record.status!r} is unknown; it is one of {', '.join(STATUSES)}")
+            raise UserError(f"status {record.status!r:.40} is unknown; it is one of {', '.join(STATUSES)}")
         if record.status == "fits" and not record.step_s:
             raise UserError("a cell that fits must have step_s, at least one time")
         for name in ("at", "device", "why"):
             if not isinstance(getattr(record, name), str):
                 raise UserError(f"{name} must be text")
-        for name in ("software", "readings"):
-            if not isinstance(getattr(record, name), dict):
-                raise UserError(f"{name} must be an object")
+        refuse_software(record.software)
+        if not isinstance(record.readings, dict) or not all(
+                is_figure(record.readings[name], -300) for name in READINGS if record.readings.get(name) is not None):
+            raise UserError(f"readings must be an object of numbers ({', '.join(READINGS)})")
         for name in ("micro_s", "optimizer_s", "eval_s", "setup_s", "cell_s", "predicted_bytes", "allocated_peak_bytes",
                      "reserved_peak_bytes", "device_peak_bytes", "free_at_start_bytes"):
             value = getattr(record, name)
-            if value is not None and not (_is_number(value) and value >= 0):
-                raise UserError(f"{name} is {value!r}; it must be a number of 0 or more, or null")
+            if value is not None and not is_figure(value):
+                raise UserError(f"{name} is {value!r:.40}; it must be a number of 0 or more, or null")
+        if not isinstance(record.alloc_retries, int):
+            raise UserError(f"alloc_retries is {record.alloc_retries!r:.40}; it must be a whole number")
         return record
 
     def to_json(self) -> dict:
@@ -109,10 +117,6 @@ class Record:
         if self.model:
             values["model"]["parameters"] = self.model.parameters
         return values
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 _DEVICE = b'"device": "'

@@ -7,10 +7,10 @@ from probe.cell import Cell
 from probe.cliff import Cliff, default_limit
 from probe.estimate import CardMemory, Estimate
 from probe.records import Record, latest, load
+from probe.store import device_file
 from trainer.config import ENGINES
 from trainer.device import THROTTLED, DeviceFacts, choose
 from trainer.errors import UserError
-from trainer.files import read_json
 from trainer.shapes import name_of
 from trainer.units import format_bytes
 
@@ -93,7 +93,7 @@ def memory_of(results: Path, device: str | None) -> tuple[CardMemory, str]:
     if not names and device is None:
         return CardMemory(), "an H200's context"
     name = choose(names, device, True)
-    return CardMemory.of(read_json(results / name / "device.json", "device file")), name
+    return CardMemory.of(device_file(results / name / "device.json")), name
 
 
 def estimate_lines(cell: Cell, found: Estimate, about: str) -> list[str]:

@@ -10,10 +10,11 @@ from pathlib import Path
 from statistics import fmean, median
 
 from probe.cell import Cell
+from probe.records import READINGS, SHORTEST_S
 from trainer import jsonl
-from trainer.config import from_fields
+from trainer.config import from_fields, refuse_software
 from trainer.errors import UserError
-from trainer.units import format_duration
+from trainer.units import format_duration, is_figure
 
 SCHEMA = 1
 FIRST_S = 20.0
@@ -29,7 +30,6 @@ DRIFT = 0.005
 """Most change of a step between the halves of that part. None is allowed for noise, which would hide a slow warming."""
 WARMING_C = 1.0
 """Most rise in degrees over the later half."""
-READINGS = ("clock_mhz", "temperature_c", "power_w", "utilization", "throttle")
 THROTTLES = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
 
 
@@ -105,7 +105,7 @@ class Soak:
             raise UserError("a soak must be a JSON object")
         schema = values.get("schema")
         if isinstance(schema, int) and schema > SCHEMA:
-            raise UserError(f"schema {schema} is newer than this version reads ({SCHEMA}); update spillcliff")
+            raise UserError(f"schema {schema!r:.40} is newer than this version reads ({SCHEMA}); update spillcliff")
         if schema != SCHEMA:
             raise UserError(f"schema is {schema!r:.40}; this version reads {SCHEMA}")
         values = dict(values)
@@ -118,28 +118,25 @@ class Soak:
             for field in dataclasses.fields(Window):
                 value = getattr(w, field.name)
                 missing = value is None and field.default is None
-                if not (_is_number(value) or missing) or field.name == "step_s" and not value:
+                if not (is_figure(value, SHORTEST_S if field.name == "step_s" else 0) or missing):
                     raise UserError(f"{field.name} of a window is {value!r:.40}; it must be a number of 0 or more")
             if type(w.steps) is not int or w.steps < 1:
                 raise UserError(f"steps of a window is {w.steps!r:.40}; it must be a whole number of 1 or more")
         if any(b.at_s <= a.at_s for a, b in itertools.pairwise(values["windows"])):
             raise UserError("windows must come in the order of their at_s")
         soak = from_fields(cls, values, "the soak")
-        for name, kind, what in (("at", str, "text"), ("device", str, "text"), ("software", dict, "an object"),
-                                 ("settled", bool, "true or false"), ("on_battery", bool, "true or false")):
+        refuse_software(soak.software)
+        for name, kind, what in (("at", str, "text"), ("device", str, "text"), ("settled", bool, "true or false"),
+                                 ("on_battery", bool, "true or false")):
             if not isinstance(getattr(soak, name), kind):
                 raise UserError(f"{name} must be {what}")
         for name in ("minutes", "seconds"):
-            if not _is_number(getattr(soak, name)):
+            if not is_figure(getattr(soak, name)):
                 raise UserError(f"{name} must be a number of 0 or more")
         return soak
 
     def to_json(self) -> dict:
         return dataclasses.asdict(self)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e300
 
 
 def load(path: Path, say=lambda line: None) -> list[Soak]:

@@ -10,8 +10,29 @@ from probe.cliff import Cliff
 from trainer.device import DeviceFacts
 from trainer.errors import UserError
 from trainer.files import read_json, write_json
+from trainer.units import is_figure
 
+RATES = ("start_up_s", "disk_write_bytes_s", "first_copy_bytes_s", "copy_bytes_s")
 TAKEN = ("memory", "start_up_s", "first_copy_bytes_s", "copy_bytes_s")
+
+
+def device_file(path: Path) -> dict:
+    """What was noted of a device, checked; {} if there is no such file, UserError if it is none."""
+    if not path.exists():
+        return {}
+    values = read_json(path, "device file")
+    memory, capability = values.get("memory") or {}, values.get("capability") or (0, 0)
+    if not isinstance(memory, dict) or not all(map(is_figure, memory.values())):
+        raise UserError(f"device file {path}: memory must be an object of bytes; `probe card` makes it again")
+    if not isinstance(capability, (list, tuple)) or [type(part) for part in capability] != [int, int]:
+        raise UserError(f"device file {path}: capability is {capability!r:.40}; it must be two whole numbers, or null")
+    for name in (*RATES, "total_bytes"):
+        value = values.get(name)
+        if value is not None and not is_figure(value, 1e-9):
+            raise UserError(f"device file {path}: {name} is {value!r:.40}; it must be a number above 0, or null")
+    if not isinstance(values.get("kind", "cuda"), str):
+        raise UserError(f"device file {path}: kind must be text")
+    return values
 
 
 class Store:
@@ -24,10 +45,9 @@ class Store:
         self.soaks = self.folder / "soak.jsonl"
         self._path = self.folder / "device.json"
         self.device = {"schema": 1, **dataclasses.asdict(facts), **extra}
-        if self._path.exists():
-            old = read_json(self._path, "device file")
+        if old := device_file(self._path):
             size = old.get("total_bytes")
-            if isinstance(size, (int, float)) and abs(size / facts.total_bytes - 1) > 0.02:
+            if size and abs(size / facts.total_bytes - 1) > 0.02:
                 raise UserError(f"{self.folder} was measured on a {facts.name} with {size / 1e9:.1f} GB, and this one has "
                                 f"{facts.total_bytes / 1e9:.1f} GB; keep them apart with --results DIR")
             if all(old.get(name) == getattr(facts, name) for name in ("torch", "cuda", "driver")):

@@ -1,20 +1,26 @@
 """Shared by the tests: real commands in real processes, a token file, records as a grid would write them."""
 
 import dataclasses
+import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 
 from probe.cell import Cell
 from probe.cliff import Cliff
 from probe.records import Record
+from trainer import nvml
 from trainer.config import ModelConfig, OptimizerConfig, StepConfig
 from trainer.plan import Plan, Predicted, Span
+from trainer.stop import SIGNALS
 from trainer.tokens import dtype_for, write_sidecar
 
 ROOT = Path(__file__).parents[1]
@@ -24,6 +30,22 @@ MODULES = {"probe": "probe.cli", "plan": "planner.cli", "train": "trainer.cli"}
 
 def pytest_addoption(parser):
     parser.addoption("--kills", type=int, default=3, help="How often a grid and a run are killed.")
+    parser.addoption("--examples", type=int, default=100, help="Damaged inputs of each kind of file.")
+
+
+def pytest_configure(config):
+    """The same examples every time; how long one takes decides nothing."""
+    hypothesis.settings.register_profile(
+        "ours", max_examples=config.getoption("--examples"), derandomize=True, database=None, deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck))
+    hypothesis.settings.load_profile("ours")
+
+
+def pytest_xdist_auto_num_workers(config):
+    """All files together run in two processes, each file in one; not where there is a card, on which they would disturb
+    each other's measurements, nor where some files were asked for."""
+    is_all = config.args_source == config.ArgsSource.TESTPATHS
+    return 2 if is_all and (os.cpu_count() or 1) > 1 and not nvml.names() else 0
 
 
 def pytest_collection_modifyitems(items):
@@ -35,6 +57,17 @@ def pytest_collection_modifyitems(items):
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA card"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_temporary_folder(tmp_path_factory):
+    """In which a device's lock lies too: tests of another process don't hold the device."""
+    tmp_path_factory.getbasetemp()  # which stays where it is found after the tests
+    with tempfile.TemporaryDirectory(prefix="spillcliff-") as folder, pytest.MonkeyPatch.context() as patch:
+        for name in ("TMPDIR", "TEMP", "TMP"):
+            patch.setenv(name, folder)
+        patch.setattr(tempfile, "tempdir", None)
+        yield
 
 
 @pytest.fixture
@@ -56,6 +89,24 @@ def refused(command):
         lines = done.stderr.strip().splitlines()
         assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
         return lines[0]
+    return run
+
+
+@pytest.fixture
+def called(monkeypatch, capsys):
+    """Runs a command in this process, where starting one of its own would show nothing more: (exit code, stdout, stderr)."""
+    def run(folder, name, *arguments):
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            with pytest.raises(SystemExit) as left:
+                importlib.import_module(MODULES[name]).main()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return left.value.code, *capsys.readouterr()
     return run
 
 

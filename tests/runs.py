@@ -1,5 +1,6 @@
 """Runs of a model that steps in milliseconds, in processes of their own."""
 
+import itertools
 import json
 import os
 import random
@@ -10,12 +11,17 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 from conftest import MODULES, ROOT, tiny
 
-from trainer import checkpoint
+from trainer import checkpoint, loop
 from trainer.config import OptimizerConfig, StepConfig
+from trainer.data import open_data
+from trainer.log import RunFolder
 from trainer.plan import Plan, Predicted, Span
+from trainer.team import Team
 from trainer.tokens import dtype_for, write_sidecar
+from trainer.usage import Claim
 
 SPAN = Span(1.0, 2.0, 3.0)
 STEPS = 90
@@ -34,6 +40,48 @@ def make_home(home: Path, *more, shape=StepConfig(2, 16, 2), model=tiny(), tok_s
     done = train(home, "whole", *more)
     assert done.returncode == 0, done.stderr
     return home
+
+
+class Clock:
+    """The system's, put forward at will instead of waiting."""
+
+    def __init__(self, monkeypatch) -> None:
+        self._late_s = 0.0
+        perf_counter, monotonic = time.perf_counter, time.monotonic
+        monkeypatch.setattr(time, "perf_counter", lambda: perf_counter() + self._late_s)
+        monkeypatch.setattr(time, "monotonic", lambda: monotonic() + self._late_s)
+
+    def wait(self, seconds: float) -> None:
+        self._late_s += seconds
+
+    def slows(self, monkeypatch, owner, name: str, seconds: float, when=lambda call: True) -> None:
+        """Makes a function take so much longer at each call, from 1, of which `when` holds."""
+        real, calls = getattr(owner, name), itertools.count(1)
+
+        def slow(*arguments, **options):
+            if when(next(calls)):
+                self.wait(seconds)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, slow)
+
+
+def open_run(home: Path, steps: int = 8, every: int = 4, tok_s=SPAN, data="data.bin", val=None) -> loop.Run:
+    """A run of such a plan in this process, which is still to go; `said` has what it says."""
+    for seed, name in enumerate(("data.bin", "held.bin", "other.bin")):
+        ids = np.random.default_rng(seed).integers(0, 300, 2000)
+        ids.astype(dtype_for(300)).tofile(home / name)
+        write_sidecar(home / name, len(ids), 300, None)
+    plan = Plan(1, "2026-01-01T00:00:00+00:00", "cpu-x", tiny(), StepConfig(2, 16, 2), 2000, 1, steps, OptimizerConfig(1e-2),
+                every, every, 10**9, Predicted(tok_s, SPAN, SPAN), [], [], [], "", {})
+    tokens, held = open_data(plan, [home / data], [home / val] if val else ())
+    said = []
+    run = loop.Run(plan, tokens, held, RunFolder(home / "runs/first"), torch.device("cpu"), Claim(), Team(), said.append,
+                   lambda line: None, loop.Extras())
+    if not (run.folder.path / "plan.json").exists():
+        RunFolder.start(run.folder.path, plan)
+    run.said = said
+    return run
 
 
 def kill_and_go_on(home, wanted: int, longest_s: float, *more) -> None:

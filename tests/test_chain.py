@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,9 +91,8 @@ def test_ten_steps_are_five_a_stop_and_five_bit_for_bit(home):
     plan |= {"steps": 10, "eval": 5, "checkpoint": 5}
     (home / "ten.json").write_text(json.dumps(plan))
     assert call(home, "train", "--plan", "ten.json", "--data", "text.bin", "--run", "whole").returncode == 0
-    assert call(home, "train", "--plan", "ten.json", "--data", "text.bin", "--run", "parts").returncode == 0
-    newest = home / "parts/checkpoints/step-00000010"
-    newest.rename(home / "taken-away")
+    shutil.copytree(home / "whole", home / "parts")
+    shutil.rmtree(home / "parts/checkpoints/step-00000010")
     (home / "parts/receipt.json").unlink()
     done = call(home, "train", "--plan", "ten.json", "--data", "text.bin", "--run", "parts", "--resume")
     assert done.returncode == 0, done.stderr
@@ -139,7 +139,7 @@ def test_a_run_stopped_at_any_moment_goes_on_bit_for_bit(home):
     arguments = ("train", "--plan", "stops.json", "--data", "text.bin", "--run")
     assert call(home, *arguments, "unstopped").returncode == 0
     process, log, stops = start(home, *arguments, "stopped"), home / "stopped/log.jsonl", 0
-    for wanted in (30, 80, 130):
+    for wanted in (30, 100):
         deadline = time.monotonic() + 120
         while not (log.exists() and log.read_text().count('"step"') > wanted) and process.poll() is None:
             assert time.monotonic() < deadline
@@ -166,10 +166,10 @@ def test_an_interrupted_grid_keeps_what_it_measured(tmp_path):
     assert load(records_file(tmp_path))
 
 
-def test_sampling_gives_the_prompt_and_more_and_is_a_function_of_the_seed(home):
-    texts = [call(home, "train", "sample", "--run", "run", "--prompt", "the quick", "--tokens", 5, "--seed", seed, "--json")
-             for seed in (0, 0, 1)]
-    a, b, c = (json.loads(t.stdout)["text"] for t in texts)
+def test_sampling_gives_the_prompt_and_more_and_is_a_function_of_the_seed(home, called):
+    asked = ("train", "sample", "--run", "run", "--prompt", "the quick", "--tokens", 5, "--json", "--seed")
+    texts = [called(home, *asked, seed) for seed in (0, 0, 1)]
+    a, b, c = (json.loads(out)["text"] for _, out, _ in texts)
     assert a == b and a.startswith("the quick") and len(a) > len("the quick") and a != c
 
 
@@ -214,7 +214,7 @@ def test_a_dry_run_writes_nothing(home):
     ("probe", ("grid", "--model", "1M", "--device", "toaster"), "toaster"),
     ("probe", ("grid", "--model", "1M", "--results", "text.txt"), "text.txt"),
     ("probe", ("card", "--device", "cuda:9"), "cuda:9")])
-def test_bad_input_is_one_line_that_names_it_and_nothing_is_overwritten(home, name, arguments, words):
+def test_bad_input_is_one_line_that_names_it_and_nothing_is_overwritten(home, called, name, arguments, words):
     plan = json.loads((home / "plan.json").read_text())
     (home / "graph.json").write_text(json.dumps(plan | {"step": plan["step"] | {"engine": "graph"}}))
     (home / "small.json").write_text(json.dumps(plan | {"model": plan["model"] | {"vocab": 100}}))
@@ -223,9 +223,13 @@ def test_bad_input_is_one_line_that_names_it_and_nothing_is_overwritten(home, na
     (home / "unfinished/checkpoints").mkdir(parents=True, exist_ok=True)
     (home / "unfinished/plan.json").write_text(json.dumps(plan))
     kept = {p: p.read_bytes() for p in (home / "text.bin", home / "plan.json", records_file(home))}
-    done = call(home, name, *arguments)
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.strip().splitlines()
+    if name == "probe" and {"--device", "--results"} & set(arguments):  # which starts processes
+        done = call(home, name, *arguments)
+        code, err = done.returncode, done.stderr
+    else:
+        code, _, err = called(home, name, *arguments)
+    assert code == 2, err
+    (line,) = err.strip().splitlines()
     assert line.startswith("error: ") and words in line
     assert all(p.read_bytes() == content for p, content in kept.items())
 

@@ -16,9 +16,15 @@ from conftest import ROOT
 
 from probe.records import load
 
-GRID = ("grid", "--model", "1M", "--vocab", "300", "--batch", "1,2,3", "--length", "16,24", "--seconds", "1",
+GRID = ("grid", "--model", "1M", "--vocab", "300", "--batch", "1,2", "--length", "16,24", "--seconds", "1",
         "--every-cell", "--device", "cpu")
 WAYS = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]
+
+
+@pytest.fixture
+def tmp_path(tmp_path_factory):
+    """Of a short name: in it lies a socket, whose path may have 107 bytes."""
+    return tmp_path_factory.mktemp("t")
 
 
 def start(folder):
@@ -47,7 +53,7 @@ def test_a_killed_grid_loses_nothing_and_leaves_nothing(tmp_path, pytestconfig):
     while done < kills:
         process, how = start(tmp_path), random.choice(WAYS)
         try:
-            output, errors = process.communicate(timeout=random.uniform(0.0, 14.0))
+            output, errors = process.communicate(timeout=random.uniform(0.0, 10.0))
             assert process.returncode == 0, errors
             next(tmp_path.glob("results/*/records.jsonl")).unlink()  # it was through: begin again
             records, cells_seen = [], set()
@@ -79,5 +85,5 @@ def test_a_killed_grid_loses_nothing_and_leaves_nothing(tmp_path, pytestconfig):
     output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     path = next(tmp_path.glob("results/*/records.jsonl"))
-    assert len({r.cell for r in load(path) if r.status == "fits" and r.cell.accum == 1}) == 6
+    assert len({r.cell for r in load(path) if r.status == "fits" and r.cell.accum == 1}) == 4
     assert all(json.loads(line)["schema"] == 1 for line in path.read_text().splitlines())

@@ -156,7 +156,7 @@ def test_defaults_follow_their_law_and_name_it():
     (["--corpus", "1M", "--records", "r.jsonl", "--limit", "1GB"], 3, "4.04 GB is over the 1.0 GB limit"),
     (["--corpus", "1M", "--records", "r.jsonl", "--device", "tpu"], 2, "nvidia-geforce-gtx-1060"),
     (["--corpus", "1M", "--records", "r.jsonl", "--epochs", "0"], 2, "epochs"),
-    (["--corpus", "bad.bin", "--records", "r.jsonl"], 2, "bad.bin.json"),
+    (["--corpus", "bad.bin", "--records", "r.jsonl"], 2, "bad.bin is text"),
     (["--corpus", "1M", "--records", "r.jsonl", "--limit", "5GB", "--out", "r.jsonl/x.json"], 2, "r.jsonl/x.json")])
 def test_bad_input_is_one_line_that_names_it(refused, tmp_path, arguments, code, words):
     write_records(tmp_path / "r.jsonl", gtx1060())

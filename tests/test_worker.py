@@ -40,6 +40,12 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
+def tmp_path(tmp_path_factory):
+    """Of a short name: in it lies a socket, whose path may have 107 bytes."""
+    return tmp_path_factory.mktemp("t")
+
+
+@pytest.fixture
 def start(tmp_path):
     """Starts a process that runs one worker after another, each of which dies as it is told; their temporary files go to
     tmp_path / "temp"."""

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import os
 import shutil
 import threading
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from trainer.errors import UserError, is_out_of_memory
 from trainer.files import read_json, write_json
-from trainer.units import format_bytes
+from trainer.units import format_bytes, is_figure
 
 KEEP = 2
 """Newest ones kept, beside the best: one to go on from, one in case the newest is damaged."""
@@ -90,7 +89,7 @@ def _losses(folders: list[Path]) -> dict[Path, float]:
             loss = read_json(folder / FACTS, "checkpoint").get("val_loss")
         except UserError:
             continue
-        if isinstance(loss, (int, float)) and math.isfinite(loss):
+        if is_figure(loss):
             losses[folder] = loss
     return losses
 
@@ -105,7 +104,10 @@ def check(folder: Path) -> dict:
     seal = values.pop("sha256", None)
     if _sealed(values)["sha256"] != seal:
         raise UserError(f"{FACTS} is not what was written")
-    for name, digest in values["files"].items():
+    files, step = values.get("files"), values.get("step")
+    if not isinstance(files, dict) or STATE not in files or type(step) is not int or step < 0:
+        raise UserError(f"{FACTS} is of something else: it lacks a step, or the checksum of {STATE}")
+    for name, digest in files.items():
         try:
             found = _digest(folder / name)
         except OSError as e:

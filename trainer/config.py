@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
+import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from trainer.errors import UserError
-from trainer.units import format_count, parse_count
+from trainer.units import MOST, format_count, parse_count
 
 VOCAB = 32_000
 """Vocabulary at which a size's name is true (Llama's 32,000)."""
@@ -23,11 +24,15 @@ RECOMPUTES = ("none", "elementwise", "block")
 UPDATES = ("after", "backward")
 
 
+_NAME = re.compile(r"[\w.+-]{0,64}")
+"""What a model may be called: runs' folders and pictures bear the name."""
+
+
 def _check(fields: object, names: tuple[str, ...], thing: str) -> None:
     for name in names:
         value = getattr(fields, name)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-            raise UserError(f"{thing}: {name} is {value!r}; it must be a whole number of 1 or more")
+            raise UserError(f"{thing}: {name} is {value!r:.40}; it must be a whole number of 1 or more")
 
 
 def from_fields(cls: type, values: object, thing: str):
@@ -40,6 +45,12 @@ def from_fields(cls: type, values: object, thing: str):
     if missing:
         raise UserError(f"{thing} lacks {', '.join(missing)}")
     return cls(**{f.name: values[f.name] for f in fields if f.name in values})
+
+
+def refuse_software(values: object) -> None:
+    """UserError if what says a machine's software is no object of texts, null where there is none."""
+    if not isinstance(values, dict) or not all(isinstance(value, (str, type(None))) for value in values.values()):
+        raise UserError("software must be an object of texts")
 
 
 @dataclass(frozen=True)
@@ -61,13 +72,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         thing = f"model {self.name}"
-        if not isinstance(self.name, str):
-            raise UserError(f"model name {self.name!r} must be text, such as 150M")
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise UserError(f"model name {self.name!r:.40} must be short text that may be in a file's name, such as 150M")
         _check(self, ("layers", "d_model", "heads", "kv_heads", "d_ff", "vocab"), thing)
         for name in ("rope_base", "norm_eps"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise UserError(f"{thing}: {name} is {value!r}; it must be a number above zero")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MOST:
+                raise UserError(f"{thing}: {name} is {value!r:.40}; it must be a number above zero")
         if self.d_model % self.heads:
             raise UserError(f"{thing}: d_model {self.d_model} is not divisible by {self.heads} heads; "
                             f"{_divisors(self.d_model)} heads would divide it")
@@ -115,10 +126,12 @@ class ModelConfig:
 
 def _divisors(n: int) -> str:
     """The divisors of n as a user would choose among them: "1, 2, 3, 4, 6 or 12"."""
-    found = [str(k) for k in range(1, n + 1) if n % k == 0][:8]
+    low = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
+    found = [str(k) for k in sorted({*low, *(n // k for k in low)})][:8]
     return found[0] if len(found) == 1 else ", ".join(found[:-1]) + " or " + found[-1]
 
 
+@lru_cache
 def shape_for(parameters: int, name: str) -> ModelConfig:
     """The rule of depth to width: of all shapes within 2% of `parameters` at a vocabulary of 32,000, the one whose
     width over depth is nearest to 40.
@@ -143,7 +156,7 @@ def shape_for(parameters: int, name: str) -> ModelConfig:
         if abs(shape.parameters / parameters - 1) <= 0.02 and distance < best_distance:
             best, best_distance = shape, distance
     if best is None:
-        raise UserError(f"model {name!r}: no shape has {format_count(parameters)} parameters; "
+        raise UserError(f"model {name!r:.60}: no shape has {format_count(parameters)} parameters; "
                         f"take a size from 0.7M to 100B, such as {', '.join(SIZES)}")
     return best
 
@@ -164,7 +177,7 @@ class StepConfig:
         _check(self, ("batch", "length", "accum"), "step")
         for name, known in (("engine", ENGINES), ("recompute", RECOMPUTES), ("update", UPDATES)):
             if getattr(self, name) not in known:
-                raise UserError(f"{name} {getattr(self, name)!r} is unknown; it is one of {', '.join(known)}")
+                raise UserError(f"{name} {getattr(self, name)!r:.40} is unknown; it is one of {', '.join(known)}")
 
     @property
     def tokens(self) -> int:
@@ -195,15 +208,16 @@ class OptimizerConfig:
             if name == "clip" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < high:
-                raise UserError(f"optimizer: {name} is {value!r}; it must be a number above 0 and below {high:g}")
-        if isinstance(self.warmup_steps, bool) or not isinstance(self.warmup_steps, int) or self.warmup_steps < 0:
-            raise UserError(f"optimizer: warmup_steps is {self.warmup_steps!r}; it must be a whole number of 0 or more")
+                raise UserError(f"optimizer: {name} is {value!r:.40}; it must be a number above 0 and below {high:g}")
+        if isinstance(self.warmup_steps, bool) or not isinstance(self.warmup_steps, int) or not (
+                0 <= self.warmup_steps < MOST):
+            raise UserError(f"optimizer: warmup_steps is {self.warmup_steps!r:.40}; it must be a whole number of 0 or more")
         if (not isinstance(self.betas, (list, tuple)) or len(self.betas) != 2
                 or not all(isinstance(b, (int, float)) and 0 <= b < 1 for b in self.betas)):
-            raise UserError(f"optimizer: betas is {self.betas!r}; it must be two numbers from 0 to below 1")
+            raise UserError(f"optimizer: betas is {self.betas!r:.40}; it must be two numbers from 0 to below 1")
         object.__setattr__(self, "betas", tuple(self.betas))
         if self.schedule not in ("cosine", "constant"):
-            raise UserError(f"optimizer: schedule {self.schedule!r} is unknown; it is cosine or constant")
+            raise UserError(f"optimizer: schedule {self.schedule!r:.40} is unknown; it is cosine or constant")
 
 
 def refuse_update(step: StepConfig, optimizer: OptimizerConfig) -> str | None:

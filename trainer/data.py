@@ -68,7 +68,7 @@ def changes(before: dict | None, now: dict) -> str:
     """What of the data is not as it was, in words; "" if nothing is."""
     found = []
     for which, values in (before or {}).items():
-        differ = [f"{name} {value} -> {now[which].get(name)}" for name, value in values.items()
+        differ = [f"{name} {value!r:.40} -> {now[which].get(name)}" for name, value in values.items()
                   if now[which].get(name) != value]
         found += [f"{which} {', '.join(differ)}"] * bool(differ)
     return "; ".join(found)

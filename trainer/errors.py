@@ -4,9 +4,13 @@ import re
 
 
 class UserError(Exception):
-    """Bad input or usage: the message names the thing, what is wrong and what would be right."""
+    """Bad input or usage: the message names the thing, what is wrong and what would be right, in one line whatever it
+    quotes."""
 
     exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
 
 
 class NoPlan(UserError):

@@ -6,16 +6,48 @@ from pathlib import Path
 
 from trainer.errors import UserError
 
+DEEPEST = 40
+"""Levels of a JSON value: ours have 5. What goes through a value level by level, as to copy it, ends at some hundreds."""
+
+
+def parse_json(text: bytes) -> object:
+    """The value of a JSON text in UTF-8, also as an editor may have saved it, with a byte order mark. Half a surrogate pair,
+    which could be written nowhere, becomes "?". ValueError if it is none, or nested too deep to be anything of ours."""
+    try:
+        value = json.loads(text.decode("utf-8-sig"))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    if text.count(b"[") + text.count(b"{") > DEEPEST and _depth(value) > DEEPEST:
+        raise ValueError("it is nested too deep")
+    return _writable(value) if b"\\ud" in text.lower() else value
+
+
+def _depth(value: object) -> int:
+    depth, level = 0, [value]
+    while level and depth <= DEEPEST:
+        held = [v for v in level if isinstance(v, (dict, list))]
+        level = [inner for v in held for inner in (v.values() if isinstance(v, dict) else v)]
+        depth += bool(held)
+    return depth
+
+
+def _writable(value: object) -> object:
+    if isinstance(value, dict):
+        return {_writable(k): _writable(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_writable(v) for v in value]
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
 
 def read_json(path: Path | str, thing: str) -> dict:
     """The object in a JSON file; UserError naming `thing`, the file and what is wrong with it."""
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = parse_json(Path(path).read_bytes())
     except FileNotFoundError:
         raise UserError(f"{thing} {path}: no such file") from None
     except OSError as e:
         raise UserError(f"{thing} {path}: {e.strerror or e}") from None
-    except (ValueError, RecursionError) as e:
+    except ValueError as e:
         raise UserError(f"{thing} {path} is not JSON: {str(e).splitlines()[0]:.120}") from None
     if not isinstance(value, dict):
         raise UserError(f"{thing} {path} holds {type(value).__name__}; it must be a JSON object")

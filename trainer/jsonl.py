@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import UserError
+from trainer.files import parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ def parse(path: Path | str, thing: str, found: Iterable[Line], make: Callable, s
     values = []
     for line in found:
         try:
-            values.append(make(json.loads(line.text)))
-        except (ValueError, RecursionError):
+            values.append(make(parse_json(line.text)))
+        except ValueError:
             if line.is_last:
                 say(f"{thing} {path}: line {line.number} is torn and left out")
                 continue

@@ -26,6 +26,7 @@ from trainer.step import TrainStep
 from trainer.stop import Stop
 from trainer.team import Team
 from trainer.tokens import Tokens, feed
+from trainer.units import is_figure
 from trainer.usage import Claim
 from trainer.watch import Sight, is_away, trouble
 
@@ -77,14 +78,17 @@ class Run:
         """Takes the newest whole checkpoint; UserError if it is of another run or other data."""
         path = self.folder.path
         state, newest = checkpoint.newest(path, self.say)
-        if changed := changes(state.get("data"), self.data):
-            raise UserError(f"run {path} was started on other data ({changed}); resume with what it was started on")
         try:
-            self.step.load_state(checkpoint.Tensors(newest))
-            self.start, self.before_s, self.first_loss = int(state["step"]), float(state["seconds"]), state["first_val_loss"]
+            if changed := changes(state.get("data"), self.data):
+                raise UserError(f"run {path} was started on other data ({changed}); resume with what it was started on")
+            self.start, self.before_s, self.first_loss = state["step"], state["seconds"], float(state["first_val_loss"])
             self.ledger = Ledger(state.get("ledger", {}))
-            self.wrote_before_s = float(state.get("checkpoint_write_s", 0.0))
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as e:
+            self.wrote_before_s = state.get("checkpoint_write_s", 0.0)
+            if self.start > self.plan.steps or not all(
+                    map(is_figure, (self.before_s, self.wrote_before_s, *self.ledger.spent.values()))):
+                raise ValueError("a step past the plan's end, or times that can't be")
+            self.step.load_state(checkpoint.Tensors(newest))
+        except (AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as e:
             raise UserError(f"run {path}: its checkpoint is not of this run ({e!r:.80})") from None
         self.came_from = state.get("from")
         if self.extras.source:

@@ -5,9 +5,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config import ModelConfig, OptimizerConfig, StepConfig, from_fields
+from trainer.config import ModelConfig, OptimizerConfig, StepConfig, from_fields, refuse_software, refuse_update
 from trainer.errors import UserError
 from trainer.files import read_json, write_json
+from trainer.units import is_figure
 
 SCHEMA = 1
 """1: first version."""
@@ -41,6 +42,11 @@ def times_due(steps: int, every: int) -> int:
     return 1 + math.ceil(steps / every)
 
 
+def _is_forecast(value: object) -> bool:
+    """Whether it is a number of 0 or more; a bound that no device comes near leaves room for what is computed from it."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e40
+
+
 @dataclass(frozen=True)
 class Span:
     """A forecast: the middle and the ends of its band."""
@@ -52,8 +58,10 @@ class Span:
     def __post_init__(self) -> None:
         for name in ("low", "mid", "high"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise UserError(f"{name} is {value!r}; it must be a number of 0 or more")
+            if not _is_forecast(value):
+                raise UserError(f"{name} is {value!r:.40}; it must be a number of 0 or more")
+        if not self.low <= self.mid <= self.high:
+            raise UserError(f"low, mid and high are {self.low:g}, {self.mid:g} and {self.high:g}; they must be in order")
 
 
 @dataclass(frozen=True)
@@ -132,9 +140,9 @@ class Plan:
     def from_json(cls, values: dict) -> "Plan":
         schema = values.get("schema")
         if isinstance(schema, int) and schema > SCHEMA:
-            raise UserError(f"schema {schema} is newer than this version reads ({SCHEMA}); update spillcliff")
+            raise UserError(f"schema {schema!r:.40} is newer than this version reads ({SCHEMA}); update spillcliff")
         if schema != SCHEMA:
-            raise UserError(f"schema is {schema!r}; this version reads {SCHEMA}. Make the plan again with `plan`")
+            raise UserError(f"schema is {schema!r:.40}; this version reads {SCHEMA}. Make the plan again with `plan`")
         values = dict(values)
         for name, kind in (("model", ModelConfig), ("step", StepConfig), ("optimizer", OptimizerConfig)):
             if name in values:
@@ -151,21 +159,34 @@ class Plan:
         plan = from_fields(cls, values, "it")
         for name in ("corpus_tokens", "steps", "eval", "checkpoint", "limit_bytes"):
             value = getattr(plan, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"{name} is {value!r}; it must be a whole number of 1 or more")
-        if isinstance(plan.epochs, bool) or not isinstance(plan.epochs, (int, float)) or not 0 < plan.epochs < 1e6:
-            raise UserError(f"epochs is {plan.epochs!r}; it must be a number above 0")
+            if not isinstance(value, int) or not is_figure(value, 1):
+                raise UserError(f"{name} is {value!r:.40}; it must be a whole number of 1 or more")
+        if not is_figure(plan.epochs, 1e-9) or plan.epochs > 1e6:
+            raise UserError(f"epochs is {plan.epochs!r:.40}; it must be a number above 0")
         for name, kind, what in (("at", str, "text"), ("device", str, "text"), ("records_sha256", str, "text"),
                                  ("why", list, "a list"), ("runners_up", list, "a list"),
                                  ("rejected", list, "a list"), ("calibration", dict, "an object"),
                                  ("software", dict, "an object")):
             if not isinstance(getattr(plan, name), kind):
                 raise UserError(f"{name} is {getattr(plan, name)!r:.60}; it must be {what}")
+        if not all(isinstance(line, str) for line in plan.why):
+            raise UserError("why must be a list of lines")
+        refuse_software(plan.software)
         for name in ("runners_up", "rejected"):
-            if not all(isinstance(item, dict) for item in getattr(plan, name)):
-                raise UserError(f"{name} must be a list of objects")
-        if not plan.predicted.tok_s.low:
-            raise UserError("predicted tok_s: low is 0; it must be above 0")
+            for item in getattr(plan, name):
+                if not isinstance(item, dict):
+                    raise UserError(f"{name} must be a list of objects")
+                from_fields(StepConfig, item.get("cell"), f"the cell of one of {name}")
+        figures = [r.get(name) for r in plan.runners_up for name in ("tok_s", "peak_bytes", "hours_ratio")]
+        if not all(value is None or _is_forecast(value) for value in figures):
+            raise UserError("runners_up must have numbers of 0 or more for tok_s, peak_bytes and hours_ratio")
+        whys = [r.get("why") for r in plan.rejected]
+        if not all(isinstance(why, list) and all(isinstance(line, str) for line in why) for why in whys):
+            raise UserError("rejected must have a list of lines for each why")
+        if not plan.predicted.tok_s.low > 1e-9:
+            raise UserError(f"predicted tok_s: low is {plan.predicted.tok_s.low!r}; it must be above 0")
+        if refusal := refuse_update(plan.step, plan.optimizer):
+            raise UserError(refusal)
         return plan
 
     def to_json(self) -> dict:

@@ -18,6 +18,8 @@ from trainer.files import read_json, write_json
 from trainer.team import ALONE, Seat
 
 SCHEMA = 1
+LONGEST_NAME = 255
+"""Bytes of a file's name that file systems take."""
 SCAN = 1 << 24
 """Ids looked at together when a file is checked: 64 MB as uint32."""
 
@@ -110,16 +112,17 @@ class Tokens:
                             f"`train tokenize` writes both")
         facts = read_json(beside, "token sidecar")
         if facts.get("schema") != SCHEMA:
-            raise UserError(f"token sidecar {beside}: schema is {facts.get('schema')!r}; this version reads {SCHEMA}")
+            raise UserError(f"token sidecar {beside}: schema is {facts.get('schema')!r:.40}; this version reads {SCHEMA}")
         for name, low in (("count", 0), ("vocab", 1)):
             value = facts.get(name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**48:
-                raise UserError(f"token sidecar {beside}: {name} is {value!r}; it must be a whole number")
+                raise UserError(f"token sidecar {beside}: {name} is {value!r:.40}; it must be a whole number")
         if facts.get("dtype") not in ("uint16", "uint32"):
-            raise UserError(f"token sidecar {beside}: dtype is {facts.get('dtype')!r}; it must be uint16 or uint32")
+            raise UserError(f"token sidecar {beside}: dtype is {facts.get('dtype')!r:.40}; it must be uint16 or uint32")
         tokenizer = facts.get("tokenizer")
-        if not isinstance(tokenizer, (str, type(None))):
-            raise UserError(f"token sidecar {beside}: tokenizer is {tokenizer!r}; it must be a file's name or null")
+        if tokenizer is not None and (not isinstance(tokenizer, str) or "\0" in tokenizer or max(
+                map(len, os.fsencode(tokenizer).replace(b"\\", b"/").split(b"/"))) > LONGEST_NAME):
+            raise UserError(f"token sidecar {beside}: tokenizer is {tokenizer!r:.40}; it must be a file's name or null")
         dtype = np.dtype(facts["dtype"]).newbyteorder("<")
         size = path.stat().st_size
         if size != facts["count"] * dtype.itemsize:

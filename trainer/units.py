@@ -11,17 +11,24 @@ _COUNT = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _BYTES = {"": 1, "b": 1, "k": 1e3, "kb": 1e3, "m": 1e6, "mb": 1e6, "g": 1e9, "gb": 1e9, "t": 1e12, "tb": 1e12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _HOURS = {"": 1.0, "h": 1.0, "m": 1 / 60, "min": 1 / 60, "s": 1 / 3600, "d": 24.0}
+MOST = 1e18
+"""From here on no size, count or duration exists: a hundred times the bytes and tokens of all books and web pages."""
 _NUMBER = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)(?:e([0-9]+))?\s*([a-zA-Z]*)\s*$")
 
 
 def _parse(text: str, scale: dict, thing: str, example: str) -> float:
     match = _NUMBER.match(str(text))
     if not match or match[3].lower() not in scale:
-        raise UserError(f"{thing} {text!r} is not understood; write it like {example}")
+        raise UserError(f"{thing} {text!r:.60} is not understood; write it like {example}")
     value = float(f"{match[1].replace('_', '')}e{match[2] or 0}") * scale[match[3].lower()]
-    if not 0 < value < 1e18:
-        raise UserError(f"{thing} {text!r} must be above zero and of a size that exists; write it like {example}")
+    if not 0 < value < MOST:
+        raise UserError(f"{thing} {text!r:.60} must be above zero and of a size that exists; write it like {example}")
     return value
+
+
+def is_figure(value: object, low: float = 0.0) -> bool:
+    """Whether a value that was read is a number of `low` or more, and of a size that exists."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value < MOST
 
 
 def parse_count(text: str, thing: str = "count") -> int:
@@ -44,7 +51,7 @@ def parse_ints(text: str, thing: str) -> tuple[int, ...]:
     values = []
     for part in str(text).split(","):
         if not (part.strip().isascii() and part.strip().isdigit()) or int(part) < 1 or int(part) > 2**31 - 1:
-            raise UserError(f"{thing} {text!r}: {part.strip()!r} is not a positive whole number; "
+            raise UserError(f"{thing} {text!r:.60}: {part.strip()!r:.20} is not a positive whole number; "
                             f"write it like 1,2,4")
         values.append(int(part))
     return tuple(dict.fromkeys(values))
