@@ -76,7 +76,6 @@ class _Coder:
         if not self.is_chatml and self.end is None:
             raise UserError(f"tokenizer {path} has neither an end of text ({', '.join(ENDS)}) nor {turns.START} and "
                             f"{turns.END}: nothing would end an answer; take the tokenizer.json of the run to start from")
-        self.pad = self._ids[self.end or turns.END]
         # what a text has in it that looks like such a token is text: else an answer could end itself
         self.tokenizer.encode_special_tokens = True
 
@@ -128,7 +127,7 @@ def tokenize_pairs(named: Sequence[Path], out: Path, length: int, tokenizer_path
             rows = [packed[i] for i in np.random.default_rng(0).permutation(len(packed))]
         else:
             rows = [[pair] for pair in range(len(lengths))]
-        answers = _write_rows(rows, lengths, np.memmap(scratch, np.int32, "r"), length + 1, ~coder.pad, temporary)
+        answers = _write_rows(rows, lengths, np.memmap(scratch, np.int32, "r"), length + 1, coder.vocab, temporary)
         real = int(lengths.sum()) - len(rows)  # a row's first id is no target
         counts = PairCounts(length, len(rows), len(lengths), real, answers, len(rows) * length - real)
         facts = {"schema": SCHEMA, "kind": KIND, "dtype": "int32", "count": len(rows) * (length + 1), "vocab": coder.vocab,
@@ -173,13 +172,15 @@ def _encode_all(paths: list[Path], coder: _Coder, longest: int, scratch: Path) -
     return np.array(lengths, np.int64), lost
 
 
-def _write_rows(rows: list[list[int]], lengths: np.ndarray, ids: np.ndarray, width: int, padding: int, path: Path) -> int:
+def _write_rows(rows: list[list[int]], lengths: np.ndarray, ids: np.ndarray, width: int, vocab: int, path: Path) -> int:
     """Writes the rows, `width` ids each; returns the targets with the loss on them."""
+    # an H200 adds the gradients of one id's rows one after another: half of all tokens the same took 1.3% of a step
+    padding = ~(np.arange(width) % vocab)
     starts, answers = np.cumsum(lengths) - lengths, 0
     with open(path, "wb") as f:
         for first in range(0, len(rows), ROWS):
             some = rows[first:first + ROWS]
-            block = np.full((len(some), width), padding, "<i4")
+            block = np.tile(padding.astype("<i4"), (len(some), 1))
             for out, row in zip(block, some, strict=True):
                 at = 0
                 for pair in row:
