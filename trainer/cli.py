@@ -4,17 +4,15 @@ import atexit
 import os
 import signal
 import sys
-from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from trainer.errors import Refused, UserError, is_out_of_memory
+from trainer.errors import Refused, UserError
 from trainer.live import GONE, unread
-from trainer.output import Output, print_rows
+from trainer.output import Output
 from trainer.stop import SIGNALS
-from trainer.team import Seat, Team
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -97,7 +95,7 @@ def cli(ctx, plan_path, data, val, dtype, column, run_path, resume, source_path,
         allow_battery, device, as_json) -> None:
     """Train a small language model as planned, in fp32, and write a receipt of planned beside actual.
 
-    On N cards of one machine: torchrun --nproc-per-node N $(which train) --plan ...
+    On N cards of one machine: torchrun --nproc-per-node N -- $(which train) --plan ...
     """
     if ctx.invoked_subcommand:
         if any((plan_path, data, val, dtype, column, run_path, resume, source_path, prompts, tensorboard, dry_run)):
@@ -107,79 +105,10 @@ def cli(ctx, plan_path, data, val, dtype, column, run_path, resume, source_path,
         raise click.UsageError("a run needs --plan FILE and --data FILE; `plan` and `train tokenize` make them")
     if resume and run_path is None:
         raise click.UsageError("--resume needs --run DIR, the folder of the run to go on with")
-    team = Team(Seat.of(os.environ))
-    out = Output(as_json, team.seat.leads)
-    from trainer import audit as checklist
-    from trainer.device import facts, is_sharded, resolve, team_name
-    from trainer.ledger import words
-    from trainer.log import RunFolder, default_run, describe, receipt_rows
-    from trainer.look import look
-    from trainer.plan import Plan
-    from trainer.usage import Claim
+    from trainer.launch import Start, launch
 
-    claim = Claim()
-    where = team.place(resolve(device))
-    if not team.seat.leads:
-        team.join(where)  # what is wrong with the input is told once, by the first, before it joins
-    plan = Plan.load(plan_path)
-    team.is_sharded = is_sharded(plan.device) and team.seat.size > 1
-    from trainer import board, weights
-    from trainer.data import answer_share, open_data
-    from trainer.loop import Extras, run
-    from trainer.sample import Sampler
-
-    tokens, held = open_data(plan, data, val, not dry_run, dtype, column, out.say)
-    if tensorboard:
-        board.check()
-    if prompts and team.is_sharded:
-        raise UserError("--sample needs the whole model on one device, and the plan shares it out; leave it out, and ask "
-                        "`train sample` when the run is through")
-    extras = Extras(source_path and weights.of_shape(source_path, plan.model, out.say),
-                    Sampler(prompts, tokens.tokenizer, plan.model) if prompts else None, tensorboard)
-    folder_path = run_path or default_run(Path("results"), plan)
-    seen = plan.steps * plan.step.tokens / len(tokens)
-    out.say(describe(plan))
-    named = ", ".join(map(str, data))
-    out.say(f"data {named}: {len(tokens):,} tokens, each seen {seen:.1f} times; {len(held):,} held back to validate")
-    if share := answer_share(tokens):
-        out.say(f"pairs: the loss is on the answers, {share:.0%} of these tokens; tok/s counts all, padding too")
-    if resume:
-        RunFolder.resume(folder_path, plan)
-    team.seat.share(plan)
-    situation = look(plan, where, folder_path, resume, allow_battery, tokens=len(tokens),
-                     fingerprint=team_name(facts(where).fingerprint, team.seat.size, team.is_sharded))
-    if not team.seat.leads:
-        situation = replace(situation, held=None, run_problem=None)
-    findings = checklist.judge(situation)
-    for line in checklist.lines(findings) if dry_run else checklist.warnings(findings):
-        out.say(line)
-    if refusal := checklist.refusal(findings):
-        raise refusal
-    if dry_run:
-        out.say(f"would run on {situation.fingerprint} into {folder_path}; nothing was written")
-        out.result({"run": str(folder_path), "device": situation.fingerprint, "steps": plan.steps,
-                    "tokens": len(tokens), "findings": [asdict(f) for f in findings]})
-        return
-    from trainer.live import Live
-
-    try:
-        with RunFolder.alone(folder_path) if team.seat.leads else nullcontext(), Live(out.console()) as live:
-            if team.seat.leads:
-                folder = RunFolder.resume(folder_path, plan) if resume else RunFolder.start(folder_path, plan)
-                team.join(where)
-            else:
-                folder = RunFolder(folder_path)
-            paper = run(plan, tokens, held, folder, where, resume, claim, team, live.say, live.update, extras)
-            team.leave()
-    except (RuntimeError, MemoryError) as e:
-        if not is_out_of_memory(type(e).__name__, str(e)):
-            raise
-        raise UserError(f"out of memory at {describe(plan)}: another program may have taken some since it was measured; "
-                        f"plan with a smaller --limit, or go on with --run {folder_path} --resume when it is free") from None
-    out.say(f"validation loss {paper['first_val_loss']:.3f} -> {paper['val_loss']:.3f}; receipt in {folder.path}")
-    print_rows(out, ("", "planned", "actual", "difference"), receipt_rows(paper))
-    out.say(f"the time went to {words(paper['ledger'])}")
-    out.result(paper | {"run": str(folder.path)})
+    launch(Start(plan_path, data, val, dtype, column, run_path, resume, source_path, prompts, tensorboard, dry_run,
+                 allow_battery, device), as_json)
 
 
 @cli.command(context_settings=HELP)

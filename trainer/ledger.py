@@ -1,6 +1,9 @@
 """Where the seconds of a run go: the ledger of its receipt."""
 
-from trainer.pace import StepTimes
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer.pace import StepTimes
 
 SHOWN = 0.005
 """Shares below it are left out of the line for a person."""
@@ -18,7 +21,7 @@ class Ledger:
     def add(self, name: str, seconds: float) -> None:
         self.spent[name] += seconds
 
-    def step(self, times: StepTimes, accum: int, is_away: bool) -> None:
+    def step(self, times: "StepTimes", accum: int, is_away: bool) -> None:
         if is_away:
             self.add("away_s", times.step_s)
             return
