@@ -1,6 +1,5 @@
 """The command `probe`."""
 
-import contextlib
 import dataclasses
 import functools
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import click
 
 from trainer.cli import HELP, device_option, guarded, json_option
-from trainer.errors import NoPlan, UserError
+from trainer.errors import UserError
 from trainer.output import Output, given, print_rows, write_table
 
 results_option = click.option("--results", default="results", show_default=True, type=click.Path(path_type=Path),
@@ -47,28 +46,6 @@ def cli() -> None:
     """Measure what fits on this device, and how fast, with the very step that trains."""
 
 
-@contextlib.contextmanager
-def _device(results: Path, device: str | None, size: int = 1, is_sharded: bool = False):
-    """(workers, facts, store, extra) of a device, or of `size` of its kind as one, its folder made."""
-    from probe.grid import look
-    from probe.store import Store
-    from probe.worker import Workers
-    from trainer.device import team_name
-
-    try:
-        results.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"--results {results}: {e.strerror or e}; name a folder that can be written") from None
-    with Workers() as workers:
-        facts, extra = look(workers, device, results)
-        facts = dataclasses.replace(facts, fingerprint=team_name(facts.fingerprint, size, is_sharded))
-        yield workers, facts, Store(results, facts, extra), extra
-
-
-def _name(device: str | None, facts) -> str:
-    return device or (facts.kind if facts.kind == "cpu" else f"{facts.kind}:0")
-
-
 @cli.command(context_settings=HELP)
 @device_option
 @results_option
@@ -77,14 +54,15 @@ def card(device, results, as_json) -> None:
     """Show what the device is, what it can run, what it takes for itself, and what it shows now."""
     from probe.grid import takes
     from probe.report import card_rows
+    from probe.tour import name_of, opened
     from trainer import nvml
     from trainer.config import ENGINES
     from trainer.device import on_battery, refuse_engine
 
     out = Output(as_json)
-    with _device(results, device) as (workers, facts, store, extra):
+    with opened(results, device) as (workers, facts, store, extra):
         if facts.kind in ("cuda", "cpu"):
-            store.keep(takes(workers, _name(device, facts), facts))
+            store.keep(takes(workers, name_of(device, facts), facts))
     readings, free = nvml.readings(facts.uuid), nvml.free_bytes(facts.uuid)
     refusals = {engine: refuse_engine(engine, facts.kind, facts.capability) for engine in ENGINES}
     for label, value in card_rows(facts, free, extra["disk_write_bytes_s"], refusals, readings,
@@ -109,10 +87,11 @@ def cliff(device, results, as_json) -> None:
     from probe.grid import find_cliff
     from probe.report import cliff_line
     from probe.store import alone
+    from probe.tour import name_of, opened
 
     out = Output(as_json)
-    with _device(results, device) as (workers, facts, store, _), alone(facts):
-        found = find_cliff(workers, _name(device, facts), facts)
+    with opened(results, device) as (workers, facts, store, _), alone(facts):
+        found = find_cliff(workers, name_of(device, facts), facts)
     found.save(store.cliff_file)
     out.say(cliff_line(found))
     out.say(f"kept in {store.cliff_file}")
@@ -145,18 +124,11 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
     Few cells are measured: those that the pick needs, and its neighbours. Each runs in a process of its own and is on disk
     before the next one starts; a grid that is started again measures only what is missing.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from probe import search, table
     from probe.cell import Cell
-    from probe.cliff import default_limit
-    from probe.estimate import CardMemory
-    from probe.grid import Bench, ask, find_cliff, takes
-    from probe.report import cliff_line, draw
     from probe.store import alone
+    from probe.tour import Tour, name_of, opened, tell
     from trainer.config import OptimizerConfig, clip_for, refuse_update
-    from trainer.device import refuse_engine
-    from trainer.units import format_bytes, parse_bytes
+    from trainer.units import parse_bytes
 
     if (models is None) == (step is None):
         raise click.UsageError("a grid needs either --model (sizes, such as 150M) or --step package.module:make_step")
@@ -174,54 +146,10 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
             raise UserError("--step has its own engine, recomputation, accumulation and update: leave those options out")
         if refusal := refuse_update(cell.step, OptimizerConfig(1e-5, clip=clip_for(cell.step))):
             raise UserError(f"--update backward: {refusal}")
-    with _device(results, device, nproc, sharded) as (workers, facts, store, _), alone(facts):
-        for engine in _names(engines):
-            if refusal := refuse_engine(engine, facts.kind, facts.capability):
-                raise UserError(refusal)
-        if step:
-            ask(workers, "probe.anystep:check", (step,))
-        out.say(f"{facts.name}, torch {facts.torch}: {len(cells)} cells, about {seconds:.0f} s each at most; "
-                f"records in {store.records}")
-        known = store.cliff()
-        if known is None and asked is None and facts.kind == "cuda":
-            known = find_cliff(workers, _name(device, facts), facts)
-            known.save(store.cliff_file)
-            out.say(cliff_line(known))
-        limit_bytes, source = (asked, "as asked") if asked else default_limit((), known) or (None, "")
-        if limit_bytes:
-            out.say(f"limit {format_bytes(limit_bytes)}: {source}")
-        if not store.device.get("memory") and not step:
-            store.keep(takes(workers, _name(device, facts), facts))
-        bench = Bench(workers, _name(device, facts), facts, store.records, known, seconds, limit_bytes,
-                      CardMemory.of(store.device), out.say)
-        out.say(table.ROW_HEAD)
-        console = out.console()
-        with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-                      console=console, transient=True, disable=not console.is_terminal) as progress:
-            task = progress.add_task("cells", total=len(cells))
-
-            def show(cell, record, note) -> None:
-                progress.console.print(table.row(cell, record, note), markup=False, highlight=False, soft_wrap=True)
-                progress.advance(task)
-
-            measured = bench.run(cells, every_cell, again, show)
-            pick = search.best(measured, limit_bytes)
-            if accums is None and update == "after" and not step:
-                twins = [dataclasses.replace(r.cell, accum=2) for r in search.picks(measured, limit_bytes)]
-                measured += bench.run(twins, True, again, show)
-    pictures = draw(measured, facts.name, limit_bytes, known, store.folder)
-    if pick:
-        fitting = sum(r.status == "fits" for r in measured)
-        out.say(f"pick: B={pick.cell.batch} L={pick.cell.length} with {pick.tok_s:,.0f} tok/s at "
-                f"{format_bytes(pick.peak_bytes)}; {fitting} of the {len(measured)} cells measured fit")
-        out.say(f"pictures: {', '.join(str(p) for p in pictures)}")
-    out.result({"device": facts.fingerprint, "records": str(store.records), "pictures": [str(p) for p in pictures],
-                "limit_bytes": limit_bytes, "pick": pick and pick.to_json()["cell"],
-                "cells": [r.to_json() | {"tok_s": r.tok_s} for r in measured]})
-    if not pick:
-        over = f" under {format_bytes(limit_bytes)}" if limit_bytes else ""
-        raise NoPlan(f"none of {len(measured)} measured cells fits on {facts.name}{over}; try a smaller --batch, --length "
-                     f"or --model, or --recompute block")
+    with opened(results, device, nproc, sharded) as (workers, facts, store, _), alone(facts):
+        tour = Tour(workers, name_of(device, facts), facts, store, seconds, every_cell, again, out)
+        found = tour.run(cells, asked, step, with_twins=accums is None and update == "after")
+    tell(*found, facts, store, out)
 
 
 @cli.command(context_settings=HELP)
@@ -283,13 +211,14 @@ def soak(plan_path, minutes, device, results, as_json) -> None:
     from probe.grid import soaked
     from probe.soak import lines
     from probe.store import alone
+    from probe.tour import name_of, opened
     from trainer.live import Live
     from trainer.plan import Plan
 
     out = Output(as_json)
     plan = Plan.load(plan_path)
-    with _device(results, device) as (workers, facts, store, _), alone(facts), Live(out.console(), every_s=30) as live:
-        found = soaked(workers, _name(device, facts), facts, plan, minutes, store.soaks, live)
+    with opened(results, device) as (workers, facts, store, _), alone(facts), Live(out.console(), every_s=30) as live:
+        found = soaked(workers, name_of(device, facts), facts, plan, minutes, store.soaks, live)
     for line in lines(found):
         out.say(line)
     out.say(f"kept in {store.soaks}")
