@@ -40,7 +40,8 @@ class Candidate:
         r = self.record
         if self.accum == r.cell.accum:
             return r.median_step_s
-        return r.median_step_s + (self.accum - r.cell.accum) * r.micro_s
+        once_s = max(0.0, r.median_step_s - r.cell.accum * r.micro_s)  # clip and update
+        return self.accum * r.micro_s + once_s
 
     @property
     def tok_s(self) -> float:

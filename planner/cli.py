@@ -113,7 +113,7 @@ def _corpus(text: str, vocab: int | None, dtype: str | None, column: str | None,
     """Tokens of a count ("100M") or of token files; of a file of pairs all that an epoch steps over, and its counts."""
     from trainer.units import parse_count
 
-    if Path(text).exists() or glob.glob(text, recursive=True):
+    if text and (Path(text).exists() or glob.glob(text, recursive=True)):
         from trainer.formats import open_tokens
         from trainer.pairs import counts_of
 

@@ -120,6 +120,8 @@ class Diary:
         kind = line.get("kind")
         self._lines += 1
         if kind == "step" and all(_is_amount(line.get(k)) for k in ("step_s", "data_s", "log_s")):
+            if not 0 < line["step_s"] >= 0.999 * (line["data_s"] + line["log_s"]):  # which are parts of it
+                return
             if not is_away(line["step_s"], [s["step_s"] for s in self._steps]):
                 self._steps.append(line)
         elif kind in ("eval", "checkpoint") and _is_amount(line.get("seconds")):
