@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from runs import STEPS, kill_and_go_on, make_home, open_run, train, train_with
+from runs import STEPS, end_state, kill_and_go_on, make_home, open_run, train, train_with
 
 from trainer import checkpoint
 from trainer.errors import UserError
@@ -188,3 +188,13 @@ def test_a_host_without_memory_for_the_copy_is_a_failed_write(tmp_path, monkeypa
     assert saver.failures == 1 and "no checkpoint: the host has no" in saver.last_failed
     assert said == [f"{saver.last_failed}; the run goes on, and the checkpoints before it are still there"]
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_run_killed_in_its_first_save_starts_anew(home):
+    """What it left is no checkpoint: there is nothing to resume from, so that a start must do."""
+    left = home / "first" / "checkpoints" / "step-00000003.tmp"
+    left.mkdir(parents=True)
+    (left / "state.safetensors").write_bytes(b"half")
+    done = train(home, "first")
+    assert done.returncode == 0, done.stderr
+    assert not left.exists() and end_state(home / "first") == end_state(home / "whole")

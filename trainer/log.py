@@ -140,7 +140,7 @@ class RunFolder:
     @staticmethod
     def problem(path: Path) -> str | None:
         """Why no run can be started in this folder; None if one can."""
-        if (path / "receipt.json").exists() or any((path / "checkpoints").glob("step-*")):
+        if (path / "receipt.json").exists() or any((path / "checkpoints").glob("step-*[0-9]")):  # not .tmp
             return f"{path} holds a run already; go on with it by --resume, or name another --run"
         return None
 
