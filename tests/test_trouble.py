@@ -2,13 +2,15 @@
 
 import dataclasses
 import os
+import shlex
 import signal
+import subprocess
 import sys
 import time
 
 import pytest
 import torch
-from conftest import tiny
+from conftest import MODULES, tiny
 from runs import STEPS, Clock, end_state, log, make_home, open_run, options, receipt, run_command, train, train_with
 from safetensors.torch import load_file
 
@@ -174,31 +176,32 @@ def test_every_slow_part_is_named_by_the_ledger_and_the_parts_make_the_whole(tmp
         assert line["step_s"] == pytest.approx(parts, rel=1e-6)
 
 
-def test_a_resumed_run_s_ledger_is_of_all_its_processes(home):
-    process = stopped_after(home, "twice", 40, signal.SIGTERM)
+def test_a_stopped_run_goes_on_by_the_line_that_it_left_and_its_ledger_is_of_all_its_processes(home):
+    process = stopped_after(home, "run twice", 40, signal.SIGTERM, "--data", "other.bin")
     assert process.returncode == 130
-    before = checkpoint.newest(home / "twice")[0]["ledger"]
-    assert train(home, "twice", "--resume").returncode == 0
-    paper = receipt(home / "twice")
+    run = home / "run twice"
+    before = checkpoint.newest(run)[0]["ledger"]
+    name, *words = shlex.split(process.printed.partition("go on with: ")[2].splitlines()[0])
+    done = subprocess.run([sys.executable, "-m", MODULES[name], *words], timeout=120, **options(home))
+    assert done.returncode == 0, done.stderr
+    paper = receipt(run)
     spent = paper["ledger"]
-    steps = [line for line in log(home / "twice") if line["kind"] == "step"]
+    steps = [line for line in log(run) if line["kind"] == "step"]
     for name, key in (("compute_s", "micro_s"), ("optimizer_s", "optimizer_s"), ("data_s", "data_s")):
         assert spent[name] == pytest.approx(sum(line[key] for line in steps), rel=1e-6)
     assert spent["start_up_s"] >= before["start_up_s"] + paper["start_up_s"]
 
 
-def stopped_after(home, run, lines, how, **other):
-    """A run to which something is done once its log has so many lines; the process, finished."""
-    import subprocess
-
-    process = subprocess.Popen(run_command(home, run), **options(home) | other)
+def stopped_after(home, run, lines, how, *more, **other):
+    """A run to which something is done once its log has so many lines; the process, finished, and what it `printed`."""
+    process = subprocess.Popen(run_command(home, run, *more), **options(home) | other)
     path = home / run / "log.jsonl"
     begin = time.monotonic()
     while process.poll() is None and not (path.exists() and path.read_text().count("\n") > lines):
         assert time.monotonic() - begin < 60
         time.sleep(0.005)
     process.send_signal(how) if isinstance(how, int) else how()
-    process.communicate()
+    process.printed, _ = process.communicate()
     return process
 
 

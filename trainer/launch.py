@@ -1,6 +1,8 @@
 """From a start's options to a run: opens everything, goes through the audit, trains, and tells what came of it."""
 
 import os
+import shlex
+import subprocess
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -62,14 +64,26 @@ def launch(start: Start, as_json: bool) -> None:
     if start.prompts and team.is_sharded:
         raise UserError("--sample needs the whole model on one device, and the plan shares it out; leave it out, and ask "
                         "`train sample` when the run is through")
-    extras = Extras(start.source and weights.of_shape(start.source, plan.model, out.say),
-                    Sampler(start.prompts, tokens.tokenizer, plan.model) if start.prompts else None, start.tensorboard)
     folder = start.run or default_run(Path("results"), plan)
+    extras = Extras(start.source and weights.of_shape(start.source, plan.model, out.say),
+                    Sampler(start.prompts, tokens.tokenizer, plan.model) if start.prompts else None, start.tensorboard,
+                    _again(start, folder, team.seat.size))
     _introduce(plan, start, tokens, held, out)
     if not _passes(plan, start, folder, tokens, where, team, out):
         return
     paper = _train(plan, start, folder, tokens, held, where, claim, team, extras, out)
     _tell(paper, folder, out)
+
+
+def _again(start: Start, folder: Path, processes: int) -> str:
+    """The command that goes on with the run."""
+    told = [("--plan", folder / "plan.json"), *(("--data", p) for p in start.data), *(("--val", p) for p in start.val),
+            ("--dtype", start.dtype), ("--column", start.column), *(("--sample", text) for text in start.prompts),
+            ("--device", start.device), ("--run", folder)]
+    words = [str(word) for name, value in told if value is not None for word in (name, value)]
+    words += ["--tensorboard"] * start.tensorboard + ["--resume"]
+    begin = "train" if processes == 1 else f"torchrun --nproc-per-node {processes} -- $(which train)"
+    return f"{begin} {subprocess.list2cmdline(words) if os.name == 'nt' else shlex.join(words)}"
 
 
 def _introduce(plan: Plan, start: Start, tokens, held, out: Output) -> None:

@@ -37,11 +37,13 @@ LOOK_S = 20.0
 
 @dataclass(frozen=True)
 class Extras:
-    """What a run may be asked for beside its plan: weights to start from, texts at each evaluation, event files."""
+    """What a run may be asked for beside its plan: weights to start from, texts at each evaluation, event files; and the
+    command that goes on with it, for a person."""
 
     source: weights.RunWeights | weights.HubWeights | None = None
     sampler: Sampler | None = None
     tensorboard: bool = False
+    again: str = "train --resume"
 
 
 class Run:
@@ -140,8 +142,7 @@ class Run:
                         self.pace.go_on()
                     if leaves and done < plan.steps:
                         self.saver.wait()
-                        self.say(f"stopped after step {done}; go on with: train --plan {self.folder.path / 'plan.json'} "
-                                 f"--data {self.tokens.path} --run {self.folder.path} --resume")
+                        self.say(f"stopped after step {done}; go on with: {self.extras.again}")
                         raise KeyboardInterrupt
             except RuntimeError as e:
                 if not is_card_lost(type(e).__name__, str(e)):
