@@ -5,9 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from trainer.config import VOCAB, ModelConfig, StepConfig, from_fields
+from trainer.config import VOCAB, ModelConfig, OptimizerConfig, StepConfig, clip_for, from_fields, refuse_update
 from trainer.errors import UserError
-from trainer.shapes import is_size
+from trainer.shapes import is_size, of_texts
+from trainer.units import parse_count, parse_ints
 
 
 @dataclass(frozen=True)
@@ -92,3 +93,29 @@ def planes(cells: Iterable[Cell]) -> list[list[Cell]]:
 def shape(cell: Cell) -> ModelConfig | None:
     """The model of a cell; None for somebody's own step."""
     return None if cell.is_foreign else cell.shape or ModelConfig.named(cell.model, cell.vocab)
+
+
+def asked_cells(models: str | None, step: str | None, batches: str, lengths: str, accums: str, engines: str,
+                recomputes: str, vocab: str | None, update: str, nproc: int = 1) -> list[Cell]:
+    """The grid that a command's options ask for; `batches` are those of each of `nproc` processes. UserError for what can't
+    be, before any device is asked."""
+    entries = None if vocab is None else parse_count(vocab, "--vocab")
+    cells = grid([step] if step else of_texts(_names(models), entries),
+                 [b * nproc for b in parse_ints(batches, "--batch")], parse_ints(lengths, "--length"),
+                 parse_ints(accums, "--accum"), _names(engines), _names(recomputes),
+                 VOCAB if entries is None else entries, update)
+    if not cells:
+        raise UserError("--model, --engine and --recompute each need a name")
+    if nproc > 1 and (step or update == "backward"):
+        raise UserError("--nproc shares out a step of ours, which updates after its backward pass: leave --step and "
+                        "--update out")
+    for cell in cells:
+        if step and cell.step != Cell(cell.model, cell.batch, cell.length).step:
+            raise UserError("--step has its own engine, recomputation, accumulation and update: leave those options out")
+        if refusal := refuse_update(cell.step, OptimizerConfig(1e-5, clip=clip_for(cell.step))):
+            raise UserError(f"--update backward: {refusal}")
+    return cells
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))

@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from trainer.cli import HELP, device_option, guarded, json_option
-from trainer.errors import UserError
 from trainer.output import Output, given, print_rows, write_table
 
 results_option = click.option("--results", default="results", show_default=True, type=click.Path(path_type=Path),
@@ -124,28 +123,19 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
     Few cells are measured: those that the pick needs, and its neighbours. Each runs in a process of its own and is on disk
     before the next one starts; a grid that is started again measures only what is missing.
     """
-    from probe.cell import Cell
+    from probe.cell import asked_cells
     from probe.store import alone
     from probe.tour import Tour, name_of, opened, tell
-    from trainer.config import OptimizerConfig, clip_for, refuse_update
     from trainer.units import parse_bytes
 
     if (models is None) == (step is None):
         raise click.UsageError("a grid needs either --model (sizes, such as 150M) or --step package.module:make_step")
     out = Output(as_json)
     asked = given(limit, parse_bytes, "--limit")
-    cells = _cells(models, step, batches, lengths, "1" if accums is None else accums, engines, recomputes, vocab, update,
-                   nproc)
+    cells = asked_cells(models, step, batches, lengths, "1" if accums is None else accums, engines, recomputes, vocab,
+                        update, nproc)
     if sharded and nproc == 1:
         raise click.UsageError("--sharded needs --nproc N, the cards to share the weights out to")
-    if nproc > 1 and (step or update == "backward"):
-        raise UserError("--nproc shares out a step of ours, which updates after its backward pass: leave --step and "
-                        "--update out")
-    for cell in cells:  # what can't be is told before the device is asked
-        if step and cell.step != Cell(cell.model, cell.batch, cell.length).step:
-            raise UserError("--step has its own engine, recomputation, accumulation and update: leave those options out")
-        if refusal := refuse_update(cell.step, OptimizerConfig(1e-5, clip=clip_for(cell.step))):
-            raise UserError(f"--update backward: {refusal}")
     with opened(results, device, nproc, sharded) as (workers, facts, store, _), alone(facts):
         tour = Tour(workers, name_of(device, facts), facts, store, seconds, every_cell, again, out)
         found = tour.run(cells, asked, step, with_twins=accums is None and update == "after")
@@ -169,13 +159,13 @@ def estimate(models, batches, lengths, accums, engines, recomputes, update, voca
     One cell is told part by part, several as a table. With --card the table says what would fit under which limit.
     """
     from probe import cards
-    from probe.cell import planes
+    from probe.cell import asked_cells, planes
     from probe.estimate import CardMemory
     from probe.estimate import estimate as estimated
     from probe.report import ESTIMATE_HEAD, estimate_lines, estimate_rows, memory_of
 
     out = Output(as_json)
-    cells = _cells(models, None, batches, lengths, accums, engines, recomputes, vocab, update)
+    cells = asked_cells(models, None, batches, lengths, accums, engines, recomputes, vocab, update)
     if card and device:
         raise click.UsageError("--card is for a card by its paper figures, --device for a measured one: give one of them")
     paper = given(card, cards.find)
@@ -313,28 +303,6 @@ def plot(model, device, limit, results, as_json) -> None:
     pictures = draw(m.records, m.device, m.limit_bytes, m.cliff, results / m.device)
     out.say("\n".join(str(p) for p in pictures))
     out.result({"device": m.device, "pictures": [str(p) for p in pictures]})
-
-
-def _cells(models: str | None, step: str | None, batches: str, lengths: str, accums: str, engines: str, recomputes: str,
-           vocab: str | None, update: str, nproc: int = 1) -> list:
-    """The grid that a command's options ask for; `batches` are those of each of `nproc` processes."""
-    from probe.cell import grid as cells_of
-    from trainer.config import VOCAB
-    from trainer.shapes import of_texts
-    from trainer.units import parse_count, parse_ints
-
-    entries = given(vocab, parse_count, "--vocab")
-    cells = cells_of([step] if step else of_texts(_names(models), entries),
-                     [b * nproc for b in parse_ints(batches, "--batch")], parse_ints(lengths, "--length"),
-                     parse_ints(accums, "--accum"), _names(engines), _names(recomputes),
-                     VOCAB if entries is None else entries, update)
-    if not cells:
-        raise click.UsageError("--model, --engine and --recompute each need a name")
-    return cells
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
 def main() -> None:
