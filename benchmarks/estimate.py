@@ -31,10 +31,10 @@ from pathlib import Path
 from statistics import median
 
 from probe.cell import Cell, shape
-from probe.estimate import CardMemory, estimate
-from probe.grid import look
+from probe.estimate.peak import CardMemory, estimate
+from probe.grid.bench import look
+from probe.tasks.worker import Workers
 from probe.verdict import Card
-from probe.worker import Workers
 from trainer.config import RECOMPUTES
 
 OPTIONS = list(itertools.product(("eager", "graph"), RECOMPUTES, (1, 4)))
@@ -123,7 +123,7 @@ def tracked_peak(cell: Cell, where) -> int:
     from torch.distributed._tools.mem_tracker import MemTracker
 
     from trainer.config import OptimizerConfig
-    from trainer.step import TrainStep
+    from trainer.run.step import TrainStep
 
     step = TrainStep(shape(cell), cell.step, OptimizerConfig(1e-5), where)
     tokens = torch.zeros((cell.accum, cell.batch, cell.length + 1), dtype=torch.int32, device=where)
@@ -244,7 +244,7 @@ def measure_all(options: argparse.Namespace, result: dict, keep) -> None:
                 print(tracked_text(row, result["rows"]), flush=True)
             else:
                 args = cell, where, facts.uuid, options.cell_seconds, card, None
-                got = run(workers, "probe.measure:measure", args, limit)
+                got = run(workers, "probe.tasks.measure_cell:measure", args, limit)
                 if got.get("error") == "timeout" and limit < LIMIT_S:
                     continue  # --seconds ended it, which says nothing of the cell
                 fields = ("error", *(f"{c}_peak_bytes" for c in COLUMNS))

@@ -16,8 +16,8 @@ import numpy as np
 import psutil
 
 from trainer.config import ModelConfig, OptimizerConfig, StepConfig
+from trainer.data.tokens import dtype_for, write_sidecar
 from trainer.plan import Plan, Predicted, Span
-from trainer.tokens import dtype_for, write_sidecar
 
 SHAPES = {"cpu": StepConfig(1, 32), "cuda": StepConfig(16, 512)}
 

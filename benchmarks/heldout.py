@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from planner.costmodel import CostModel, Prediction, option
+from planner.decide.costmodel import CostModel, Prediction, option
 from probe.records import Record, latest, load
 from trainer.plan import Plan
 

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 from probe.cell import Cell
-from probe.grid import look
+from probe.grid.bench import look
+from probe.tasks.worker import Workers
 from probe.verdict import Card
-from probe.worker import Workers
 
 CELLS = (Cell("10M", 1, 256), Cell("10M", 1, 256, engine="graph"), Cell("150M", 4, 512))
 ALONE = """
@@ -40,7 +40,7 @@ def by(workers: Workers, cell: Cell, device: str, uuid: str) -> tuple[list[float
     """(step seconds, seconds that the cell took beside its own warm-up and steps, seconds of its first step, which loads
     the kernels)."""
     begin = time.monotonic()
-    outcome = workers.run("probe.measure:measure", (cell, device, uuid, 4.0, Card(None, True), None), 120)
+    outcome = workers.run("probe.tasks.measure_cell:measure", (cell, device, uuid, 4.0, Card(None, True), None), 120)
     took = time.monotonic() - begin
     m = outcome.measured
     return m["step_s"], took - sum(m["warmup_s"]) - sum(m["step_s"]), m["warmup_s"][0]

@@ -16,9 +16,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from test_search import SAMPLES, made_up, replay  # noqa: E402
 
-from probe.estimate import CardMemory, estimate  # noqa: E402
+from probe.estimate.peak import CardMemory, estimate  # noqa: E402
 from probe.records import load  # noqa: E402
-from trainer.units import format_bytes  # noqa: E402
+from spillcliff.units import format_bytes  # noqa: E402
 
 
 def main() -> None:

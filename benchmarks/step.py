@@ -33,10 +33,10 @@ def measure(who: str, engine: str, recompute: str, update: str, batch: int, leng
     """One row in this process: peaks in bytes, median seconds of a step, tok/s, and the loss of the first batch."""
     import torch
 
-    from trainer import device as facts
+    from spillcliff.hardware import device as facts
+    from spillcliff.hardware.usage import Claim
     from trainer.config import ModelConfig, OptimizerConfig, StepConfig, clip_for
-    from trainer.step import TrainStep
-    from trainer.usage import Claim
+    from trainer.run.step import TrainStep
 
     claim = Claim()
     where = facts.resolve(None)
@@ -86,11 +86,11 @@ def fed(engine: str, recompute: str, batch: int, length: int, model: str, steps:
 
     import numpy as np
 
-    from trainer import device as facts
+    from spillcliff.hardware import device as facts
     from trainer.config import ModelConfig, OptimizerConfig, StepConfig
-    from trainer.pace import Pace
-    from trainer.step import TrainStep
-    from trainer.tokens import Tokens, dtype_for, feed, write_sidecar
+    from trainer.data.tokens import Tokens, dtype_for, feed, write_sidecar
+    from trainer.run.step import TrainStep
+    from trainer.run.timing import Pace
 
     where, config, shape = facts.resolve(None), ModelConfig.named(model), StepConfig(batch, length, 1, engine, recompute)
     pace = Pace(TrainStep(config, shape, OptimizerConfig(1e-5), where))
@@ -115,9 +115,9 @@ def hugging_face(config, engine, tokens, where):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from trainer.device import lock_fp32
-    from trainer.llama import to_theirs
-    from trainer.model import Decoder
+    from spillcliff.hardware.device import lock_fp32
+    from trainer.huggingface.llama import to_theirs
+    from trainer.model.decoder import Decoder
 
     lock_fp32()
     with where:
@@ -158,7 +158,7 @@ def product_rate() -> dict:
     """The device and its FLOP/s in an fp32 matrix product of 8192 cubed (2048 on a processor)."""
     import torch
 
-    from trainer import device as facts
+    from spillcliff.hardware import device as facts
 
     facts.lock_fp32()
     where = facts.resolve(None)

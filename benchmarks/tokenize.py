@@ -38,8 +38,8 @@ def write_text(path: Path, megabytes: float) -> None:
 
 def ours(text: Path, coder: Path, out: Path) -> None:
     """The whole command's work: reading, encoding, checking, writing, flushing."""
-    from trainer.corpus import tokenize
-    from trainer.usage import resident_peak_bytes
+    from spillcliff.hardware.usage import resident_peak_bytes
+    from trainer.tokenize.corpus import tokenize
 
     print("ready", flush=True)
     facts = tokenize([text], out, 1, coder)
@@ -50,9 +50,9 @@ def theirs(text: Path, coder: Path, call: str) -> None:
     """encode_batch (or encode_batch_fast, which leaves out the offsets) alone."""
     from tokenizers import Tokenizer
 
-    from trainer.encode import BATCH
-    from trainer.texts import Source, cut
-    from trainer.usage import resident_peak_bytes
+    from spillcliff.hardware.usage import resident_peak_bytes
+    from trainer.tokenize.encode import BATCH
+    from trainer.tokenize.texts import Source, cut
 
     encode = getattr(Tokenizer.from_file(str(coder)), call)
     with Source(text) as source:
@@ -100,8 +100,8 @@ def main() -> None:
         name, *paths = options.only
         ours(*map(Path, paths)) if name == "ours" else theirs(*map(Path, paths), options.call)
         return
-    from trainer.texts import sample
-    from trainer.tokenizer import train
+    from trainer.tokenize.texts import sample
+    from trainer.tokenize.tokenizer import train
 
     with tempfile.TemporaryDirectory(dir=".") as folder:
         text, coder = Path(folder, "text.txt"), Path(folder, "tokenizer.json")

@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
+from spillcliff.errors import NoPlan, UserError
+from spillcliff.output import Output, given, print_rows
 from trainer.cli import HELP, column_option, dtype_option, guarded, json_option
-from trainer.errors import NoPlan, UserError
-from trainer.output import Output, given, print_rows
 from trainer.plan import PairCounts
 
 results_option = click.option("--results", default="results", show_default=True, type=click.Path(path_type=Path),
@@ -51,11 +51,11 @@ def cli(ctx, corpus, dtype, column, hours, epochs, model, vocab, length, tokens_
             raise click.UsageError(f"{typed[0]} does not go with `plan {ctx.invoked_subcommand}`; put its own options after "
                                    f"it")
         return
-    from planner import known as at_hand
-    from planner import report
-    from planner.build import Question, build, side_by_side
-    from trainer.device import software_here
-    from trainer.units import parse_bytes, parse_count, parse_hours
+    from planner.decide import inputs as at_hand
+    from planner.decide.build import Question, build, side_by_side
+    from planner.report import terminal
+    from spillcliff.hardware.device import software_here
+    from spillcliff.units import parse_bytes, parse_count, parse_hours
 
     if (corpus is None) == (hours is None):
         raise click.UsageError("a plan needs either --corpus (tokens, such as 100M, or a token file) or --hours")
@@ -81,7 +81,7 @@ def cli(ctx, corpus, dtype, column, hours, epochs, model, vocab, length, tokens_
     if len(models) > 1:
         of_each = {name: at_hand.of_model(records, name, vocab) for name in dict.fromkeys(models)}
         forecasts = side_by_side(of_each, question, known)
-        print_rows(out, report.SIZE_HEAD, report.size_rows(forecasts))
+        print_rows(out, terminal.SIZE_HEAD, terminal.size_rows(forecasts))
         missing = {name: why for name, why in forecasts.items() if isinstance(why, str)}
         planned = next((name for name in forecasts if name not in missing), None)
         if planned is None:
@@ -93,15 +93,15 @@ def cli(ctx, corpus, dtype, column, hours, epochs, model, vocab, length, tokens_
         forecast = build(at_hand.of_model(records, models[0], vocab), question, known)
     plan = forecast.plan
     plan.save(out_path)
-    for line in report.lines(forecast):
+    for line in terminal.lines(forecast):
         out.say(line)
     if changed := plan.other_software(software_here(plan.device)):
         out.say(f"note: measured with {', '.join(changed)}; measure again with probe grid --again")
     if plan.runners_up:
-        print_rows(out, report.RUNNER_HEAD, report.runner_rows(forecast))
-    if past := report.past_rows(forecast, known.past):
-        print_rows(out, report.PAST_HEAD, past)
-    print_rows(out, report.CORPUS_HEAD, report.hour_rows(forecast))
+        print_rows(out, terminal.RUNNER_HEAD, terminal.runner_rows(forecast))
+    if past := terminal.past_rows(forecast, known.past):
+        print_rows(out, terminal.PAST_HEAD, past)
+    print_rows(out, terminal.CORPUS_HEAD, terminal.hour_rows(forecast))
     out.say(f"written to {out_path}")
     out.result(plan.to_json() | {
         "out": str(out_path), "energy_kwh": forecast.energy_kwh,
@@ -111,11 +111,11 @@ def cli(ctx, corpus, dtype, column, hours, epochs, model, vocab, length, tokens_
 
 def _corpus(text: str, vocab: int | None, dtype: str | None, column: str | None, say) -> tuple[int, PairCounts | None]:
     """Tokens of a count ("100M") or of token files; of a file of pairs all that an epoch steps over, and its counts."""
-    from trainer.units import parse_count
+    from spillcliff.units import parse_count
 
     if text and (Path(text).exists() or glob.glob(text, recursive=True)):
-        from trainer.formats import open_tokens
-        from trainer.pairs import counts_of
+        from trainer.data.formats import open_tokens
+        from trainer.data.pairs import counts_of
 
         if pairs := counts_of(text):
             return pairs.rows * pairs.length, pairs
@@ -140,12 +140,12 @@ def _corpus(text: str, vocab: int | None, dtype: str | None, column: str | None,
 @json_option
 def report_command(plan_path, device, files, results, out_path, as_json) -> None:
     """Write a plan as one page that opens without a network, with its pictures as PNG beside it."""
-    from planner import known as at_hand
-    from planner.gather import page_data
-    from planner.page import html_page
-    from planner.pictures import draw
-    from trainer.device import software_here
-    from trainer.files import write_whole
+    from planner.decide import inputs as at_hand
+    from planner.report.page import html_page
+    from planner.report.page_data import page_data
+    from planner.report.png import draw
+    from spillcliff.files import write_whole
+    from spillcliff.hardware.device import software_here
     from trainer.plan import Plan
 
     out = Output(as_json)

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from spillcliff.errors import UserError
+from spillcliff.units import parse_count, parse_ints
 from trainer.config import VOCAB, ModelConfig, OptimizerConfig, StepConfig, clip_for, from_fields, refuse_update
-from trainer.errors import UserError
-from trainer.shapes import is_size, of_texts
-from trainer.units import parse_count, parse_ints
+from trainer.huggingface.config_json import is_size, of_texts
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from spillcliff.output import Output, given, print_rows, write_table
 from trainer.cli import HELP, device_option, guarded, json_option
-from trainer.output import Output, given, print_rows, write_table
 
 results_option = click.option("--results", default="results", show_default=True, type=click.Path(path_type=Path),
                               metavar="DIR", help="Where records are kept.")
@@ -51,12 +51,12 @@ def cli() -> None:
 @json_option
 def card(device, results, as_json) -> None:
     """Show what the device is, what it can run, what it takes for itself, and what it shows now."""
-    from probe.grid import takes
-    from probe.report import card_rows
-    from probe.tour import name_of, opened
-    from trainer import nvml
+    from probe.grid.bench import takes
+    from probe.grid.run import name_of, opened
+    from probe.show.text import card_rows
+    from spillcliff.hardware import nvml
+    from spillcliff.hardware.device import on_battery, refuse_engine
     from trainer.config import ENGINES
-    from trainer.device import on_battery, refuse_engine
 
     out = Output(as_json)
     with opened(results, device) as (workers, facts, store, extra):
@@ -83,10 +83,10 @@ def cliff(device, results, as_json) -> None:
 
     No model is needed. Everything else that runs now counts, and all memory is given back at the end.
     """
-    from probe.grid import find_cliff
-    from probe.report import cliff_line
+    from probe.grid.bench import find_cliff
+    from probe.grid.run import name_of, opened
+    from probe.show.text import cliff_line
     from probe.store import alone
-    from probe.tour import name_of, opened
 
     out = Output(as_json)
     with opened(results, device) as (workers, facts, store, _), alone(facts):
@@ -124,9 +124,9 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
     before the next one starts; a grid that is started again measures only what is missing.
     """
     from probe.cell import asked_cells
+    from probe.grid.run import Tour, name_of, opened, tell
     from probe.store import alone
-    from probe.tour import Tour, name_of, opened, tell
-    from trainer.units import parse_bytes
+    from spillcliff.units import parse_bytes
 
     if (models is None) == (step is None):
         raise click.UsageError("a grid needs either --model (sizes, such as 150M) or --step package.module:make_step")
@@ -158,23 +158,23 @@ def estimate(models, batches, lengths, accums, engines, recomputes, update, voca
 
     One cell is told part by part, several as a table. With --card the table says what would fit under which limit.
     """
-    from probe import cards
     from probe.cell import asked_cells, planes
-    from probe.estimate import CardMemory
-    from probe.estimate import estimate as estimated
-    from probe.report import ESTIMATE_HEAD, estimate_lines, estimate_rows, memory_of
+    from probe.estimate import gpu_catalog
+    from probe.estimate.peak import CardMemory
+    from probe.estimate.peak import estimate as estimated
+    from probe.show.text import ESTIMATE_HEAD, estimate_lines, estimate_rows, memory_of
 
     out = Output(as_json)
     cells = asked_cells(models, None, batches, lengths, accums, engines, recomputes, vocab, update)
     if card and device:
         raise click.UsageError("--card is for a card by its paper figures, --device for a measured one: give one of them")
-    paper = given(card, cards.find)
+    paper = given(card, gpu_catalog.find)
     memory, about = memory_of(results, device) if paper is None else (
         CardMemory.of({"kind": "cuda", "capability": paper.capability}), paper.name)
     found = {cell: estimated(cell, memory) for cell in cells}
     if paper:
         for plane in planes(cells):
-            for line in cards.shopping_lines(paper, plane, out.console().width):
+            for line in gpu_catalog.shopping_lines(paper, plane, out.console().width):
                 out.say(line)
     elif len(cells) == 1:
         for line in estimate_lines(*next(iter(found.items())), about):
@@ -198,11 +198,11 @@ def soak(plan_path, minutes, device, results, as_json) -> None:
 
     Plans that are made afterwards count what was lost in their hours.
     """
-    from probe.grid import soaked
+    from probe.grid.bench import soaked
+    from probe.grid.run import name_of, opened
     from probe.soak import lines
     from probe.store import alone
-    from probe.tour import name_of, opened
-    from trainer.live import Live
+    from spillcliff.live import Live
     from trainer.plan import Plan
 
     out = Output(as_json)
@@ -233,9 +233,9 @@ def health(run_path, pid, watch, seconds, device, results, as_json) -> None:
     Looks from outside and changes nothing. Exits with 0 whatever it finds (--json has the verdicts), with 2 if there is
     nothing to look at.
     """
-    from probe.bedside import job, sit
-    from probe.health import judge, lines
-    from trainer.live import Live
+    from probe.health.diagnose import judge, lines
+    from probe.health.watch import job, sit
+    from spillcliff.live import Live
 
     if run_path is not None and pid is not None:
         raise click.UsageError("--run is for a run of ours, --pid for any process: give one of them")
@@ -263,10 +263,10 @@ def health(run_path, pid, watch, seconds, device, results, as_json) -> None:
               help="Write the records as CSV instead, a row each; without FILE to stdout.")
 def show(model, device, limit, results, csv_path, as_json) -> None:
     """Show what has been measured: tok/s and peak over batch and length, and the cliff as a line."""
-    from probe import table
     from probe.records import frame
-    from probe.report import Measured, cliff_line
-    from trainer.units import parse_bytes
+    from probe.show import heatmap
+    from probe.show.text import Measured, cliff_line
+    from spillcliff.units import parse_bytes
 
     out = Output(as_json, is_taken=csv_path == "-")
     m = Measured.read(results, device, model, given(limit, parse_bytes, "--limit"), out.say)
@@ -274,16 +274,17 @@ def show(model, device, limit, results, csv_path, as_json) -> None:
         write_table(out, csv_path, frame(m.records).to_csv(index=False, lineterminator="\n"))
         out.result({"device": m.device, "csv": csv_path, "records": len(m.records)})
         return
-    series = table.series_of(m.records)
+    series = heatmap.series_of(m.records)
     out.say(f"{m.device}: {len(m.records)} cells")
     if m.cliff:
         out.say(cliff_line(m.cliff))
     if len(series) > MAPS and model is None:
-        print_rows(out, table.SUMMARY_HEAD, table.summary(m.records))
+        print_rows(out, heatmap.SUMMARY_HEAD, heatmap.summary(m.records))
         out.say("--model M shows the maps of one model")
     else:
         for of_series in series.values():
-            for line in ["", *table.lines(of_series, m.limit_bytes, m.cliff and m.cliff.device_bytes, out.console().width)]:
+            cliff_bytes = m.cliff and m.cliff.device_bytes
+            for line in ["", *heatmap.lines(of_series, m.limit_bytes, cliff_bytes, out.console().width)]:
                 out.say(line)
     if line := m.error_line():
         out.say(line)
@@ -295,8 +296,8 @@ def show(model, device, limit, results, csv_path, as_json) -> None:
 @of_what_is_measured
 def plot(model, device, limit, results, as_json) -> None:
     """Draw what `probe show` shows, a PNG for each map, beside the records."""
-    from probe.report import Measured, draw
-    from trainer.units import parse_bytes
+    from probe.show.text import Measured, draw
+    from spillcliff.units import parse_bytes
 
     out = Output(as_json)
     m = Measured.read(results, device, model, given(limit, parse_bytes, "--limit"), out.say)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from probe.cell import Cell
 from probe.records import Record
+from spillcliff.errors import UserError
+from spillcliff.files import read_json, write_json
+from spillcliff.hardware.device import THROTTLED
+from spillcliff.units import format_bytes, is_figure
 from trainer.config import from_fields
-from trainer.device import THROTTLED
-from trainer.errors import UserError
-from trainer.files import read_json, write_json
-from trainer.units import format_bytes, is_figure
-from trainer.watch import FALL
+from trainer.run.slowdown import FALL
 
 ATTENTION_WEIGHT = 5
 """How much slower than products attention's operations may run, when a longer length is excused for its lower tok/s: on

@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import median
 
 from probe.cell import Cell, shape
-from trainer import jsonl
+from spillcliff import jsonl
+from spillcliff.errors import UserError
+from spillcliff.units import is_figure
 from trainer.config import ModelConfig, from_fields, refuse_software
-from trainer.errors import UserError
-from trainer.units import is_figure
 
 SCHEMA = 1
 """1: first version."""

@@ -11,10 +11,10 @@ from statistics import fmean, median
 
 from probe.cell import Cell
 from probe.records import READINGS, SHORTEST_S
-from trainer import jsonl
+from spillcliff import jsonl
+from spillcliff.errors import UserError
+from spillcliff.units import format_duration, is_figure
 from trainer.config import from_fields, refuse_software
-from trainer.errors import UserError
-from trainer.units import format_duration, is_figure
 
 SCHEMA = 1
 FIRST_S = 20.0

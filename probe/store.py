@@ -7,10 +7,10 @@ import tempfile
 from pathlib import Path
 
 from probe.cliff import Cliff
-from trainer.device import DeviceFacts
-from trainer.errors import UserError
-from trainer.files import read_json, write_json
-from trainer.units import is_figure
+from spillcliff.errors import UserError
+from spillcliff.files import read_json, write_json
+from spillcliff.hardware.device import DeviceFacts
+from spillcliff.units import is_figure
 
 RATES = ("start_up_s", "disk_write_bytes_s", "first_copy_bytes_s", "copy_bytes_s")
 TAKEN = ("memory", "start_up_s", "first_copy_bytes_s", "copy_bytes_s")
@@ -55,7 +55,7 @@ class Store:
         write_json(self._path, self.device)
 
     def keep(self, taken: dict) -> None:
-        """Notes what a run takes beside its step: see probe.grid.takes."""
+        """Notes what a run takes beside its step: see probe.grid.bench.takes."""
         self.device |= taken
         write_json(self._path, self.device)
 

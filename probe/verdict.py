@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from probe.cell import Cell
 from probe.cliff import FALL, Cliff, fell, reference, wall
 from probe.records import Record
-from trainer.device import THROTTLED
-from trainer.errors import is_out_of_memory
-from trainer.units import format_bytes
-from trainer.watch import BUSY_PERCENT, MOVED_BYTES
+from spillcliff.errors import is_out_of_memory
+from spillcliff.hardware.device import THROTTLED
+from spillcliff.units import format_bytes
+from trainer.run.slowdown import BUSY_PERCENT, MOVED_BYTES
 
 MIN_STEPS = 5
 

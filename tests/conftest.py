@@ -17,11 +17,11 @@ import pytest
 from probe.cell import Cell
 from probe.cliff import Cliff
 from probe.records import Record
-from trainer import nvml
+from spillcliff.hardware import nvml
+from spillcliff.stop import SIGNALS
 from trainer.config import ModelConfig, OptimizerConfig, StepConfig
+from trainer.data.tokens import dtype_for, write_sidecar
 from trainer.plan import Plan, Predicted, Span
-from trainer.stop import SIGNALS
-from trainer.tokens import dtype_for, write_sidecar
 
 ROOT = Path(__file__).parents[1]
 SAMPLES = Path(__file__).parent / "samples"

@@ -3,10 +3,10 @@
 import math
 from pathlib import Path
 
-from planner.build import Question, build
-from planner.gather import page_data
-from planner.known import Known
-from trainer.errors import NoPlan
+from planner.decide.build import Question, build
+from planner.decide.inputs import Known
+from planner.report.page_data import page_data
+from spillcliff.errors import NoPlan
 
 EMPTY = {"title": "A plan", "at": "2026-01-01T00:00:00+00:00", "device": "gtx", "notes": [], "plan": None,
          "failure": "no cell fits",

@@ -14,14 +14,15 @@ import numpy as np
 import torch
 from conftest import MODULES, ROOT, tiny
 
-from trainer import checkpoint, loop
+from spillcliff.hardware.usage import Claim
+from trainer import checkpoint
 from trainer.config import OptimizerConfig, StepConfig
-from trainer.data import open_data
-from trainer.log import RunFolder
+from trainer.data.dataset import open_data
+from trainer.data.tokens import dtype_for, write_sidecar
 from trainer.plan import Plan, Predicted, Span
-from trainer.team import Team
-from trainer.tokens import dtype_for, write_sidecar
-from trainer.usage import Claim
+from trainer.run import loop
+from trainer.run.distributed import Team
+from trainer.run.log import RunFolder
 
 SPAN = Span(1.0, 2.0, 3.0)
 STEPS = 90

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from probe.allocator import MIN_LARGE, Allocator, driver, rounded, segment_bytes
+from probe.estimate.allocator import MIN_LARGE, Allocator, driver, rounded, segment_bytes
 
 MIB = 1 << 20
 

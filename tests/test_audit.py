@@ -10,20 +10,21 @@ import time
 import pytest
 from conftest import MODULES, ROOT, make_plan
 
-from trainer import audit, look, tokens
+from spillcliff.errors import Refused, UserError
+from spillcliff.hardware.device import DeviceFacts
 from trainer.cli import cli
 from trainer.config import ModelConfig
-from trainer.device import DeviceFacts
-from trainer.errors import Refused, UserError
-from trainer.log import RunFolder
+from trainer.data import tokens
+from trainer.data.tokens import Tokens, scan_file
 from trainer.plan import Predicted, Span
-from trainer.tokens import Tokens, scan_file
+from trainer.run import preflight, preflight_facts
+from trainer.run.log import RunFolder
 
 ANY = Span(1.0, 2.0, 3.0)
 PLAN = dataclasses.replace(make_plan("card-a"), predicted=Predicted(ANY, Span(3.9e9, 4e9, 4.1e9), ANY),
                            limit_bytes=5 * 10**9, software={"torch": "2.10.0", "driver": "550"})
 CHECKPOINT = 12 * PLAN.model.parameters
-CARD = audit.Situation(
+CARD = preflight.Situation(
     PLAN, power_source=0, kind="cuda", fingerprint="card-a", software={"torch": "2.10.0", "driver": "550"},
     free_bytes=6 * 10**9, total_bytes=6 * 10**9, tokens=2000, disk_free_bytes=10**12, others={}, busy_percent=0,
     temperature_c=50, throttle=1, held=False)
@@ -32,7 +33,7 @@ CPU = dataclasses.replace(CARD, kind="cpu", power_source=None, others=None, busy
 
 
 def finding(what, situation=CARD, **changes):
-    found = {f.what: f for f in audit.judge(dataclasses.replace(situation, **changes))}
+    found = {f.what: f for f in preflight.judge(dataclasses.replace(situation, **changes))}
     return found.get(what)
 
 
@@ -42,8 +43,8 @@ def plan(**changes):
 
 @pytest.mark.parametrize("situation", [CARD, CPU])
 def test_a_machine_in_order_has_nothing_against_it(situation):
-    findings = audit.judge(situation)
-    assert {f.level for f in findings} == {"ok"} and audit.refusal(findings) is None and not audit.warnings(findings)
+    findings = preflight.judge(situation)
+    assert {f.level for f in findings} == {"ok"} and preflight.refusal(findings) is None and not preflight.warnings(findings)
 
 
 @pytest.mark.parametrize(("what", "level", "words", "changes"), [
@@ -83,11 +84,11 @@ def test_a_machine_in_order_has_nothing_against_it(situation):
     ("lock", "refuse", "another process", {"held": True}),
     ("run folder", "refuse", "--resume", {"run_problem": "x holds a run already; go on with it by --resume"})])
 def test_a_point_says_what_was_seen_and_what_would_be_right(what, level, words, changes):
-    findings = audit.judge(dataclasses.replace(CARD, **changes))
+    findings = preflight.judge(dataclasses.replace(CARD, **changes))
     (found,) = [f for f in findings if f.what == what]
     assert (found.level, words in found.seen) == (level, True), found
     assert "\n" not in found.seen
-    assert (audit.refusal(findings) is None) == (level != "refuse")
+    assert (preflight.refusal(findings) is None) == (level != "refuse")
 
 
 @pytest.mark.parametrize(("share", "level"), [(0.5, "ok"), (0.51, "warn")])
@@ -102,29 +103,29 @@ def test_a_held_folder_is_not_also_called_used():
 
 
 def test_a_refusal_names_all_that_refuse_and_is_bad_input_only_for_what_was_asked():
-    both = audit.refusal(audit.judge(dataclasses.replace(CARD, on_battery=True, free_bytes=10**9)))
+    both = preflight.refusal(preflight.judge(dataclasses.replace(CARD, on_battery=True, free_bytes=10**9)))
     assert isinstance(both, Refused) and str(both).startswith("power: ") and "; memory: " in str(both)
-    asked = audit.refusal(audit.judge(dataclasses.replace(CARD, on_battery=True, engine="engine graph needs a card")))
+    asked = preflight.refusal(preflight.judge(dataclasses.replace(CARD, on_battery=True, engine="graph needs a card")))
     assert type(asked) is UserError and "power: " in str(asked) and "engine: " in str(asked)
 
 
 def test_the_table_fits_80_columns_and_every_warning_is_a_line():
-    findings = audit.judge(dataclasses.replace(CARD, on_battery=True, fingerprint="card-b", run_problem="x" * 200))
-    table = list(audit.lines(findings))
+    findings = preflight.judge(dataclasses.replace(CARD, on_battery=True, fingerprint="card-b", run_problem="x" * 200))
+    table = list(preflight.lines(findings))
     assert max(map(len, table)) <= 80 and len(table) > len(findings)
     assert table[0].startswith("REFUSE  power       on battery")
-    (warning,) = audit.warnings(findings)
+    (warning,) = preflight.warnings(findings)
     assert warning.startswith("warning: card: planned on card-a")
 
 
 def test_a_card_is_looked_at_through_the_driver(monkeypatch, tmp_path):
     facts = DeviceFacts("card-a", "Card A", "cuda", 6 * 10**9, (6, 1), 10, "GPU-1", "2.10.0", "12.6", "550", "3.12",
                         "x", "native")
-    monkeypatch.setattr(look, "facts", lambda where: facts)
+    monkeypatch.setattr(preflight_facts, "facts", lambda where: facts)
     for name, value in (("free_bytes", 5 * 10**9), ("power_source", 2), ("processes", {os.getpid(): 1, 7: 10**9}),
                         ("readings", {"utilization": 3, "temperature_c": 90, "throttle": 0x40})):
-        monkeypatch.setattr(look.nvml, name, lambda uuid, value=value: value)
-    found = {f.what: f for f in audit.judge(look.look(PLAN, "cuda", tmp_path / "run", tokens=1000))}
+        monkeypatch.setattr(preflight_facts.nvml, name, lambda uuid, value=value: value)
+    found = {f.what: f for f in preflight.judge(preflight_facts.look(PLAN, "cuda", tmp_path / "run", tokens=1000))}
     assert [w for w, f in found.items() if f.level == "warn"][-3:] == ["data", "others", "thermal"]
     assert found["power"].level != "ok" and "process 7 with 1.0 GB;" in found["others"].seen
     assert found["memory"].seen.startswith("5.0 GB free") and found["disk"].level == "ok"
@@ -133,11 +134,11 @@ def test_a_card_is_looked_at_through_the_driver(monkeypatch, tmp_path):
 
 def test_a_build_without_the_kernels_is_a_finding(monkeypatch, tmp_path):
     def resolve(name):
-        raise look.NoKernels("this torch has no kernels for compute capability 6.1")
+        raise preflight_facts.NoKernels("this torch has no kernels for compute capability 6.1")
 
-    monkeypatch.setattr(look, "resolve", resolve)
-    findings = audit.judge(look.examine(PLAN, None, None, tmp_path / "run", None, False))
-    assert "no kernels" in str(audit.refusal(findings)) and not {"engine", "memory"} & {f.what for f in findings}
+    monkeypatch.setattr(preflight_facts, "resolve", resolve)
+    findings = preflight.judge(preflight_facts.examine(PLAN, None, None, tmp_path / "run", None, False))
+    assert "no kernels" in str(preflight.refusal(findings)) and not {"engine", "memory"} & {f.what for f in findings}
 
 
 @pytest.fixture
@@ -171,7 +172,7 @@ def test_the_command_refuses_an_id_past_the_vocabulary(home, command):
 
 def test_a_start_on_battery_is_refused_unless_it_is_allowed(home, monkeypatch, capsys):
     monkeypatch.chdir(home)
-    monkeypatch.setattr(look, "on_battery", lambda: True)
+    monkeypatch.setattr(preflight_facts, "on_battery", lambda: True)
     arguments = ["--plan", "plan.json", "--data", "tokens.bin", "--device", "cpu", "--run", "run"]
     with pytest.raises(Refused, match="^power: on battery.*--allow-battery$"):
         cli.main(arguments, standalone_mode=False)
@@ -182,7 +183,7 @@ def test_a_start_on_battery_is_refused_unless_it_is_allowed(home, monkeypatch, c
 
 def test_a_start_with_too_little_disk_is_refused(home, monkeypatch):
     monkeypatch.chdir(home)
-    monkeypatch.setattr(look, "_disk_free", lambda path: 10**6)
+    monkeypatch.setattr(preflight_facts, "_disk_free", lambda path: 10**6)
     with pytest.raises(Refused, match="^disk: 1.0 MB free, a checkpoint takes 1.36 MB; make room for 3"):
         cli.main(["--plan", "plan.json", "--data", "tokens.bin", "--device", "cpu", "--run", "run"], standalone_mode=False)
 

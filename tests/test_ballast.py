@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from probe.ballast import FINEST_BYTES, Found, block_size, find, reserve
+from probe.tasks.memory_scan import FINEST_BYTES, Found, block_size, find, reserve
 
 GB = 10**9
 MB = 2**20

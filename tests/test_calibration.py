@@ -8,13 +8,13 @@ import pytest
 from conftest import make_record
 from test_plan import PLAN
 
-from planner.build import Question, build
-from planner.calibration import Past, calibrate, read
-from planner.hours import Rates
-from planner.known import Known
+from planner.decide.build import Question, build
+from planner.decide.calibration import Past, calibrate, read
+from planner.decide.hours import Rates
+from planner.decide.inputs import Known
 from probe.cell import Cell
 from probe.soak import Soak, Window
-from trainer.files import write_json
+from spillcliff.files import write_json
 
 GTX = "nvidia-geforce-gtx-1060"
 ASK = Question(100_000_000, None, 1.0, None, None, 5_000_000_000)

@@ -7,12 +7,12 @@ import sys
 import pytest
 from conftest import ROOT
 
-from probe import cards
-from probe.cards import CARDS, DESKTOP, HEADLESS, find, limits, shopping_lines, tok_s
 from probe.cell import Cell, grid
-from probe.estimate import CardMemory, estimate
+from probe.estimate import gpu_catalog
+from probe.estimate.gpu_catalog import CARDS, DESKTOP, HEADLESS, find, limits, shopping_lines, tok_s
+from probe.estimate.peak import CardMemory, estimate
+from spillcliff.errors import UserError
 from trainer.config import RECOMPUTES, ModelConfig
-from trainer.errors import UserError
 
 CAPABILITIES = {(6, 0), (6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)}
 BATCHES, LENGTHS = (1, 2, 4, 6, 8, 16), (256, 512, 1024, 2048)
@@ -75,7 +75,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(text, near):
     with pytest.raises(UserError) as refused:
         find(text)
     said = str(refused.value)
-    assert near in said.partition("the nearest are ")[2] and said.count(",") == cards.NEAREST - 1
+    assert near in said.partition("the nearest are ")[2] and said.count(",") == gpu_catalog.NEAREST - 1
     assert "\n" not in said and len(said) < 200
 
 
@@ -153,6 +153,6 @@ def test_what_cannot_be_estimated_is_refused_in_one_line(cells, why):
 
 
 def test_it_needs_neither_torch_nor_numpy_nor_click():
-    done = subprocess.run([sys.executable, "-c", "import sys, probe.cards; print(*sys.modules)"], cwd=ROOT, text=True,
-                          capture_output=True, check=True)
+    done = subprocess.run([sys.executable, "-c", "import sys, probe.estimate.gpu_catalog; print(*sys.modules)"],
+                          cwd=ROOT, text=True, capture_output=True, check=True)
     assert not {"torch", "numpy", "click"} & set(done.stdout.split())

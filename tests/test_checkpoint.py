@@ -10,8 +10,8 @@ import pytest
 import torch
 from runs import STEPS, end_state, kill_and_go_on, make_home, open_run, train, train_with
 
+from spillcliff.errors import UserError
 from trainer import checkpoint
-from trainer.errors import UserError
 
 
 @pytest.fixture(scope="module")

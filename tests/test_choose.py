@@ -3,8 +3,8 @@
 import pytest
 from conftest import make_cliff, make_record
 
-from planner.choose import choose
-from trainer.errors import NoPlan
+from planner.decide.choose import choose
+from spillcliff.errors import NoPlan
 
 LIMIT = 5_000_000_000
 

@@ -6,11 +6,11 @@ from conftest import tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from spillcliff.errors import UserError
+from spillcliff.units import parse_count
 from trainer.config import SIZES, ModelConfig, OptimizerConfig, StepConfig
-from trainer.errors import UserError
-from trainer.loss import head_loss
-from trainer.model import Decoder
-from trainer.units import parse_count
+from trainer.model.decoder import Decoder
+from trainer.model.loss import head_loss
 
 CPU = torch.device("cpu")
 

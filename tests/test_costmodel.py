@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT, make_record
 
 from benchmarks.heldout import grids, held_out
-from planner.costmodel import CostModel
+from planner.decide.costmodel import CostModel
 from probe.cell import Cell
 
 BATCHES, LENGTHS = (1, 2, 4, 8, 16), (256, 512, 1024)

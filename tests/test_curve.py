@@ -8,11 +8,11 @@ import math
 import pytest
 from conftest import make_plan, make_record, write_records
 
-from trainer import curve
-from trainer.board import Board
+from spillcliff.errors import UserError
 from trainer.config import StepConfig
-from trainer.errors import UserError
-from trainer.log import RunLog
+from trainer.run import learning_curve
+from trainer.run.log import RunLog
+from trainer.run.tensorboard import Board
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -41,7 +41,7 @@ def test_a_course_has_each_step_once_also_after_a_resume():
     """Killed after step 5, it went on from the checkpoint of step 3: what was logged of 4 and 5 is not what the run did."""
     lines = [evaluation(0, 5.0), *map(step, (1, 2, 3)), step(4, 99), evaluation(4, 98), step(5, 97),
              {"kind": "checkpoint", "step": 5}, step(4), evaluation(4, 2.0)]
-    rows = curve.course(lines, 64)
+    rows = learning_curve.course(lines, 64)
     assert [(r["step"], r["tokens"]) for r in rows] == [(n, 64 * n) for n in range(5)]
     assert [r.get("loss") for r in rows] == [None, 10, 5, 10 / 3, 2.5] and [r.get("val_loss") for r in rows] == [
         5.0, None, None, None, 2.0]
@@ -50,12 +50,12 @@ def test_a_course_has_each_step_once_also_after_a_resume():
 
 def test_a_torn_last_line_is_told_and_left_out(run):
     said = []
-    course = curve.read(run([evaluation(0, 5.0), step(1)], '{"kind": "step", "st'), said.append)
+    course = learning_curve.read(run([evaluation(0, 5.0), step(1)], '{"kind": "step", "st'), said.append)
     assert len(course.rows) == 2 and len(said) == 1 and "line 3 is torn" in said[0]
     with pytest.raises(UserError, match="line 1"):
-        curve.read(run([{"kind": 3}, step(1)], name="bad"))
+        learning_curve.read(run([{"kind": 3}, step(1)], name="bad"))
     with pytest.raises(UserError, match="no step and no evaluation"):
-        curve.read(run([], name="empty"))
+        learning_curve.read(run([], name="empty"))
 
 
 def test_what_a_killed_process_left_of_a_line_does_not_spoil_the_next(run):
@@ -63,14 +63,14 @@ def test_what_a_killed_process_left_of_a_line_does_not_spoil_the_next(run):
     log = RunLog(folder, print)
     log.write("step", 2, loss=1.0, step_s=0.1)
     log.close()
-    assert [row["step"] for row in curve.read(folder).rows] == [0, 1, 2]
+    assert [row["step"] for row in learning_curve.read(folder).rows] == [0, 1, 2]
     assert (folder / "log.jsonl.torn").read_text() == '{"kind": "step", "st\n'
 
 
 def test_the_table_says_what_the_log_says(run):
     """Every figure comes back to the last bit; a loss that was no number is told as it was."""
     lines = [evaluation(0, 5.123456789012345), step(1, 1 / 3), step(2, math.nan)]
-    text = curve.table([curve.read(run(lines)), curve.read(run(lines[:2], name="second"))])
+    text = learning_curve.table([learning_curve.read(run(lines)), learning_curve.read(run(lines[:2], name="second"))])
     rows = list(csv.DictReader(io.StringIO(text)))
     assert [(r["run"], r["step"]) for r in rows] == [("first", "0"), ("first", "1"), ("first", "2"), ("second", "0"),
                                                      ("second", "1")]
@@ -79,11 +79,11 @@ def test_the_table_says_what_the_log_says(run):
 
 
 def test_smoothing_follows_the_trend():
-    assert curve.smoothed([3.0] * 9, 4) == pytest.approx([3.0] * 9)
-    assert curve.smoothed([1.0, 2.0], 0) == [1.0, 2.0]
-    rising = curve.smoothed([float(i) for i in range(1000)], 20)
+    assert learning_curve.smoothed([3.0] * 9, 4) == pytest.approx([3.0] * 9)
+    assert learning_curve.smoothed([1.0, 2.0], 0) == [1.0, 2.0]
+    rising = learning_curve.smoothed([float(i) for i in range(1000)], 20)
     assert rising[-1] == pytest.approx(999 - 19.5, abs=0.1)
-    assert curve.middles([1.0, 100.0, 1.0, 1.0]) == [1.0] * 4
+    assert learning_curve.middles([1.0, 100.0, 1.0, 1.0]) == [1.0] * 4
 
 
 def test_commands_draw_and_tabulate(command, refused, run, tmp_path):

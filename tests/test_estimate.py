@@ -11,15 +11,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from probe import events, operations
 from probe.cell import Cell
-from probe.estimate import COMPILE_MARGIN, CardMemory, estimate
+from probe.estimate import operations, step_script
+from probe.estimate.allocation_trace import PARTS
+from probe.estimate.peak import COMPILE_MARGIN, CardMemory, estimate
 from probe.records import load
-from probe.tape import PARTS
-from trainer import layers, loss
 from trainer.config import ModelConfig, OptimizerConfig, StepConfig, clip_for
-from trainer.pace import Pace
-from trainer.step import TrainStep
+from trainer.model import layers, loss
+from trainer.run.step import TrainStep
+from trainer.run.timing import Pace
 
 H200 = CardMemory.of({"kind": "cuda", "capability": [9, 0]})
 SAMPLE = json.loads((SAMPLES / "peaks.json").read_text())
@@ -96,7 +96,7 @@ def traced(model, step) -> list:
 
 def scripted(model, step) -> list:
     """The same by the script, without workspaces."""
-    script, numbers, made, result = events.script(model, step, 0), {}, 0, []
+    script, numbers, made, result = step_script.script(model, step, 0), {}, 0, []
     there = {name for phase in [*script.start, *script.record] for name, _, _ in phase.events}
     window = script.evaluation[0].events[0][0]  # which is where it is evaluated, on a processor
     for phase in [*script.evaluation, *script.step, *script.step]:
@@ -151,7 +151,7 @@ def test_measured_peaks_of_an_h200(monkeypatch):
     """64 cells that were measured after the estimate was made. One is off by 0.53% of its allocated bytes, 5 MiB. They were
     measured with one step's tokens made on the card, without the stream and the buffers that a run copies them with."""
     card = dataclasses.replace(H200, context_bytes=678 << 20, graph_bytes=68 << 20)
-    monkeypatch.setattr(events._Process, "feed", lambda p: p.tape.take(p._config.accum * p._window))
+    monkeypatch.setattr(step_script._Process, "feed", lambda p: p.tape.take(p._config.accum * p._window))
     errors = {"allocated_bytes": [], "reserved_bytes": [], "device_bytes": []}
     for row in SAMPLE["peaks"]:
         got = estimate(Cell(*row[:8]), card)

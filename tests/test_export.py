@@ -12,13 +12,15 @@ from conftest import make_plan, tiny
 from runs import log, make_home, options, receipt, train
 from safetensors.torch import load_file, save_file
 
-from trainer import checkpoint, llama, tokenizer, weights
+from spillcliff.errors import UserError
+from trainer import checkpoint
 from trainer.config import StepConfig
-from trainer.errors import UserError
-from trainer.export import export
-from trainer.generate import Draw, generate
-from trainer.model import Decoder
-from trainer.sample import Writer, write
+from trainer.huggingface import llama, weights
+from trainer.huggingface.export import export
+from trainer.model.decoder import Decoder
+from trainer.model.generate import Draw, generate
+from trainer.run.sample import Writer, write
+from trainer.tokenize import tokenizer
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 CPU = torch.device("cpu")

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from conftest import make_plan
 
+from spillcliff.errors import UserError
 from trainer.config import ModelConfig, StepConfig
-from trainer.data import open_data
-from trainer.errors import UserError
-from trainer.formats import flat_type, open_tokens
-from trainer.shards import expand
-from trainer.tokens import Tokens, scan_file, write_sidecar
+from trainer.data.dataset import open_data
+from trainer.data.formats import flat_type, open_tokens
+from trainer.data.shards import expand
+from trainer.data.tokens import Tokens, scan_file, write_sidecar
 
 RANDOM = np.random.default_rng(3)
 IDS = RANDOM.integers(0, 500, 4000)

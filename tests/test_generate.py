@@ -9,11 +9,11 @@ import torch
 from conftest import tiny
 from runs import end_state, log, make_home, receipt, train
 
-from trainer import tokenizer
-from trainer.generate import Draw, drawn, generate
-from trainer.model import Decoder
-from trainer.sample import Pieces, Sampler, Writer, printable, write
-from trainer.tokens import write_sidecar
+from trainer.data.tokens import write_sidecar
+from trainer.model.decoder import Decoder
+from trainer.model.generate import Draw, drawn, generate
+from trainer.run.sample import Pieces, Sampler, Writer, printable, write
+from trainer.tokenize import tokenizer
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7], [1], [9] * 11, [40, 3, 250, 17, 2]]

@@ -15,13 +15,13 @@ from conftest import SAMPLES
 from jobs import SLEEPS, end, health, log_lines, start, verdicts, wait_for
 from runs import make_home
 
-from probe.diary import Diary, Page
-from probe.health import judge, lines
-from probe.observed import Observed, Peer
-from probe.rhythm import Sample
+from probe.health.diagnose import judge, lines
+from probe.health.observation import Observed, Peer
+from probe.health.run_log import Diary, Page
+from probe.health.utilization import Sample
 from trainer.config import StepConfig
-from trainer.log import RunFolder
 from trainer.plan import Plan
+from trainer.run.log import RunFolder
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 ME = Peer(10, 0.9, 900_000_000, "itself")
@@ -299,8 +299,8 @@ def test_what_can_not_be_looked_at_is_told_in_one_line(home, tmp_path):
 
 
 def test_a_process_of_another_user_is_refused_in_one_line(monkeypatch, tmp_path):
-    from probe.vitals import Job
-    from trainer.errors import UserError
+    from probe.health.observe import Job
+    from spillcliff.errors import UserError
 
     def denied(*arguments):
         raise psutil.AccessDenied()
@@ -312,7 +312,7 @@ def test_a_process_of_another_user_is_refused_in_one_line(monkeypatch, tmp_path)
 
 def test_a_process_that_keeps_its_files_to_itself_is_judged_by_the_rest(monkeypatch, tmp_path):
     """Its command line, folder, environment and memory can't be read, as of another user's on some systems."""
-    from probe.vitals import Job
+    from probe.health.observe import Job
 
     def denied(*arguments):
         raise psutil.AccessDenied()

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from conftest import tiny
 
-from trainer.layers import Attention, NormLinear, SwiGLULinear
-from trainer.loss import IGNORE, chunk_rows, head_loss
-from trainer.model import Decoder, attention, halves_to_pairs, rms_norm, rope, rope_angles
+from trainer.model.decoder import Decoder, attention, halves_to_pairs, rms_norm, rope, rope_angles
+from trainer.model.layers import Attention, NormLinear, SwiGLULinear
+from trainer.model.loss import IGNORE, chunk_rows, head_loss
 
 CPU = torch.device("cpu")
 

@@ -12,10 +12,10 @@ from conftest import ROOT, make_record
 from matplotlib.image import imread
 from page_data import EMPTY, cell, gathered, receipt, record_row, series, size_row, soak_windows, written
 
-from planner import charts, ticks
-from planner.curve import hours_at, usable
-from planner.markup import band_text, count_text, finite, hours_text
-from planner.page import html_page
+from planner.report import charts, ticks
+from planner.report.curve import hours_at, usable
+from planner.report.html import band_text, count_text, finite, hours_text
+from planner.report.page import html_page
 from probe.records import load
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from conftest import make_plan, make_record, tiny, write_records
 from runs import end_state, kill_and_go_on, log, receipt, together, train
 
-from trainer import pairing, tokenizer, turns
+from spillcliff.errors import UserError
 from trainer.config import OptimizerConfig, StepConfig
-from trainer.data import changes, identity, open_data
-from trainer.errors import UserError
-from trainer.model import rope_angles
-from trainer.pairing import cut, pack, tokenize_pairs
-from trainer.pairs import Pairs
+from trainer.data.dataset import changes, identity, open_data
+from trainer.data.pairs import Pairs
+from trainer.model.decoder import rope_angles
 from trainer.plan import Plan
-from trainer.step import TrainStep
-from trainer.team import Seat
+from trainer.run.distributed import Seat
+from trainer.run.step import TrainStep
+from trainer.tokenize import chat, pairs, tokenizer
+from trainer.tokenize.pairs import cut, pack, tokenize_pairs
 
 CPU = torch.device("cpu")
 WORDS = ["red", "blue", "green", "one", "two", "three", "four", "cat", "dog", "bird"]
@@ -236,7 +236,7 @@ def test_a_disk_that_fills_up_leaves_nothing(tmp_path, coder, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pairing, "_write_rows", full)
+    monkeypatch.setattr(pairs, "_write_rows", full)
     with pytest.raises(UserError, match="No space left"):
         tokenize_pairs([jsonl(tmp_path / "p", lines(3))], tmp_path / "out.bin", 64, coder)
     assert [p.name for p in tmp_path.iterdir()] == ["p"]
@@ -245,7 +245,7 @@ def test_a_disk_that_fills_up_leaves_nothing(tmp_path, coder, monkeypatch):
 @pytest.mark.parametrize("content", [b"\xef\xbb\xbf" + GOOD, gzip.compress(GOOD)], ids=["mark", "gzip"])
 def test_a_mark_of_bytes_first_and_compression_are_seen_through(tmp_path, content):
     (tmp_path / "p").write_bytes(content)
-    assert list(turns.read(tmp_path / "p")) == [[turns.Turn("user", "a"), turns.Turn("assistant", "b")]]
+    assert list(chat.read(tmp_path / "p")) == [[chat.Turn("user", "a"), chat.Turn("assistant", "b")]]
 
 
 @pytest.fixture(scope="module")

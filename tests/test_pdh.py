@@ -8,7 +8,16 @@ import sys
 import pytest
 from conftest import SAMPLES
 
-from trainer.pdh import LOCAL, NON_LOCAL, UTILIZATION, Counters, adapter_of, non_local_bytes, others, parse_memory
+from spillcliff.hardware.windows_counters import (
+    LOCAL,
+    NON_LOCAL,
+    UTILIZATION,
+    Counters,
+    adapter_of,
+    non_local_bytes,
+    others,
+    parse_memory,
+)
 
 CASES = json.loads((SAMPLES / "pdh.json").read_text())["cases"]
 CARD = "0x00000000_0x0000c3b5"

@@ -5,8 +5,8 @@ from conftest import make_record
 from matplotlib.image import imread
 from page_data import EMPTY, gathered, receipt, size_row
 
-from planner.pictures import draw
-from trainer.errors import UserError
+from planner.report.png import draw
+from spillcliff.errors import UserError
 
 DATA = gathered([make_record(b, 512, b * 400, b * 1e9) for b in (1, 2, 4)], 5_000_000_000,
                 sizes=[size_row("60M $x^2$", 62e6, 4900, 2.1e9), size_row("1B", 1e9, None, None)],

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from spillcliff.errors import UserError
 from trainer.config import ModelConfig, OptimizerConfig, StepConfig
-from trainer.errors import UserError
 from trainer.plan import SCHEMA, Plan, Predicted, Span, held_back, is_due, times_due
 
 SPAN = Span(1.0, 2.0, 3.0)

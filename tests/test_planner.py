@@ -7,13 +7,13 @@ import math
 import pytest
 from conftest import SAMPLES, make_record, write_records
 
-from planner.build import Question, build
-from planner.choose import Candidate
-from planner.defaults import optimizer, tokens_per_step
-from planner.hours import Rates, cadence, overheads, steps_for
-from planner.known import Known, of_model, read
+from planner.decide.build import Question, build
+from planner.decide.choose import Candidate
+from planner.decide.defaults import optimizer, tokens_per_step
+from planner.decide.hours import Rates, cadence, overheads, steps_for
+from planner.decide.inputs import Known, of_model, read
+from spillcliff.errors import NoPlan, UserError
 from trainer.config import ModelConfig, StepConfig
-from trainer.errors import NoPlan, UserError
 from trainer.plan import Plan
 
 CASE = json.loads((SAMPLES / "gtx1060.json").read_text())
@@ -118,7 +118,7 @@ def test_another_machines_records_are_not_taken_unnamed(tmp_path):
 
 
 def test_this_machines_records_are_taken_among_others(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.nvml.names", lambda: ("NVIDIA H200",))
+    monkeypatch.setattr("spillcliff.hardware.nvml.names", lambda: ("NVIDIA H200",))
     there = make_record(device="nvidia-h200")
     write_records(tmp_path / "nvidia-geforce-gtx-1060/records.jsonl", [make_record()])
     write_records(tmp_path / "nvidia-h200/records.jsonl", [there])

@@ -7,10 +7,10 @@ from conftest import make_record
 from matplotlib.image import imread
 from test_show import GRIDS, LIMIT
 
-from probe import plot
-from probe.plot import heat_map
-from probe.table import CellMap
-from trainer.errors import UserError
+from probe.show import heatmap_png
+from probe.show.heatmap import CellMap
+from probe.show.heatmap_png import heat_map
+from spillcliff.errors import UserError
 
 
 def reds(path):
@@ -41,7 +41,7 @@ def test_the_cliff_moves_with_its_bytes(tmp_path):
 def test_a_huge_grid_is_drawn_coarser_instead_of_refused(tmp_path, monkeypatch):
     for most in (("MOST_PIXELS", 50_000), ("MOST_PIXELS_ALONG", 300)):
         with monkeypatch.context() as patched:
-            patched.setattr(plot, *most)
+            patched.setattr(heatmap_png, *most)
             heat_map(GRIDS["2x2"], "t", LIMIT, tmp_path / "map.png")
         assert 250 < imread(tmp_path / "map.png").shape[1] < 400
 

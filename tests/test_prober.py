@@ -10,7 +10,7 @@ from conftest import MODULES, ROOT, make_cliff, make_record, write_records
 
 from probe.cliff import Cliff
 from probe.records import load
-from trainer.errors import UserError
+from spillcliff.errors import UserError
 
 OWN = '''
 import torch

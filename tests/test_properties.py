@@ -15,29 +15,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs import open_run
 
-from planner import calibration, known, report
-from planner.build import Question, build
-from planner.gather import page_data
-from planner.page import html_page
+from planner.decide import calibration, inputs
+from planner.decide.build import Question, build
+from planner.report import terminal
+from planner.report.page import html_page
+from planner.report.page_data import page_data
 from probe import cliff as cliffs
-from probe import records, search, soak, table
+from probe import records, soak
 from probe.cell import Cell
 from probe.cliff import Cliff
-from probe.diary import Diary, is_silent
-from probe.estimate import CardMemory, estimate
-from probe.report import cliff_line, memory_of
+from probe.estimate.peak import CardMemory, estimate
+from probe.grid import search
+from probe.health.observe import running
+from probe.health.run_log import Diary, is_silent
+from probe.show import heatmap
+from probe.show.text import cliff_line, memory_of
 from probe.soak import Soak, Window
 from probe.store import Store
-from probe.vitals import running
-from trainer import audit, checkpoint
+from spillcliff.errors import NoPlan, UserError
+from spillcliff.files import write_json
+from spillcliff.hardware.device import facts
+from trainer import checkpoint
 from trainer.config import StepConfig, refuse_update
-from trainer.device import facts
-from trainer.errors import NoPlan, UserError
-from trainer.files import write_json
-from trainer.log import Meter, RunFolder, default_run, describe, live_line, receipt, receipt_rows
+from trainer.data.tokens import Tokens, scan_file, sidecar, write_sidecar
 from trainer.plan import Plan, eval_batches, is_due, times_due
+from trainer.run import preflight
+from trainer.run.log import Meter, RunFolder, default_run, describe, live_line, receipt, receipt_rows
 from trainer.schedule import lr
-from trainer.tokens import Tokens, scan_file, sidecar, write_sidecar
 
 SOFTWARE = {"torch": "2.13.0", "cuda": "12.6", "driver": "560.94", "python": "3.12.3", "platform": "Windows",
             "allocator": "native"}
@@ -55,7 +59,7 @@ DEVICE = {"schema": 1, "fingerprint": RECORDS[0].device, "name": "NVIDIA GeForce
           "first_copy_bytes_s": 1.5e9, "copy_bytes_s": 1.3e10}
 CLIFF = make_cliff("collapse", 5e9, 5.2e9)
 QUESTION = Question(100_000_000, None, 1.0, None, None, 5_000_000_000)
-PLAN = build(RECORDS, QUESTION, known.Known(DEVICE, CLIFF, (), (SOAK,))).plan
+PLAN = build(RECORDS, QUESTION, inputs.Known(DEVICE, CLIFF, (), (SOAK,))).plan
 PLAN = dataclasses.replace(PLAN, at=RECORDS[0].at)
 
 
@@ -98,11 +102,12 @@ def test_a_plan(folder, data):
     assert run.parent == folder / "runs"
     RunFolder.start(run, plan)
     shutil.rmtree(run)
-    situation = audit.Situation(plan, kind="cuda", fingerprint="a", software=SOFTWARE | {"torch": "1"}, free_bytes=10**9,
+    situation = preflight.Situation(plan, kind="cuda", fingerprint="a", software=SOFTWARE | {"torch": "1"}, free_bytes=10**9,
                                 total_bytes=10**9, tokens=1000, disk_free_bytes=10**9, others={})
-    findings = audit.judge(situation)
-    assert all(len(line) <= 80 for line in audit.lines(findings)) and (audit.refusal(findings) or audit.warnings(findings))
-    assert html_page(page_data(plan, RECORDS[:3], known.Known(), [])).encode()
+    findings = preflight.judge(situation)
+    assert all(len(line) <= 80 for line in preflight.lines(findings))
+    assert preflight.refusal(findings) or preflight.warnings(findings)
+    assert html_page(page_data(plan, RECORDS[:3], inputs.Known(), [])).encode()
 
 
 @given(damaged(RECORDS[2].to_json(), *(b"".join(json.dumps(r.to_json()).encode() + b"\n" for r in some)
@@ -110,37 +115,37 @@ def test_a_plan(folder, data):
 def test_records(folder, data):
     path = folder / "records.jsonl"
     path.write_bytes(data.replace(b"}{", b"}\n{"))
-    read_or_told(lambda: known.read(folder, (path,), PLAN.device, print), path)
+    read_or_told(lambda: inputs.read(folder, (path,), PLAN.device, print), path)
     found = read_or_told(lambda: records.load(path), path)
     if not found:
         return
     records.append(path, RECORDS[0])
     assert len(records.frame(found)) == len(found) and len(records.latest(found)) <= len(found)
     assert records.load(write_records(folder / "again.jsonl", found)) == found
-    for of_series in table.series_of(found).values():
-        assert all(len(line) <= 80 for line in table.lines(of_series, 5 * 10**9, None))
+    for of_series in heatmap.series_of(found).values():
+        assert all(len(line) <= 80 for line in heatmap.lines(of_series, 5 * 10**9, None))
         assert search.left_out([r.cell for r in of_series], {r.cell: r for r in of_series[1:]}, 5 * 10**9) is not None
     for r in found:
-        assert table.row(r.cell, r, "")
-    table.summary(found)
+        assert heatmap.row(r.cell, r, "")
+    heatmap.summary(found)
     for device in {r.device for r in found}:
         of_device = [r for r in found if r.device == device]
         plan = None
         for model, vocab in _kinds(of_device):
             try:
-                forecast = build(known.of_model(of_device, model, vocab), QUESTION, known.Known(DEVICE, None, (), (SOAK,)))
+                forecast = build(inputs.of_model(of_device, model, vocab), QUESTION, inputs.Known(DEVICE, None, (), (SOAK,)))
             except NoPlan:
                 continue
             plan = forecast.plan
             assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-            assert report.lines(forecast) and report.hour_rows(forecast)
-            report.runner_rows(forecast)
-        assert html_page(page_data(plan, of_device[1:4] or of_device, known.Known(), [])).encode()
+            assert terminal.lines(forecast) and terminal.hour_rows(forecast)
+            terminal.runner_rows(forecast)
+        assert html_page(page_data(plan, of_device[1:4] or of_device, inputs.Known(), [])).encode()
 
 
 def _kinds(found):
     try:
-        return known.kinds(found)
+        return inputs.kinds(found)
     except NoPlan:
         return []
 
@@ -184,7 +189,7 @@ def test_a_device_file(folder, data):
     path = folder / RECORDS[0].device / "device.json"
     write_records(path.with_name("records.jsonl"), RECORDS)
     path.write_bytes(data)
-    read = read_or_told(lambda: known.read(folder, (), RECORDS[0].device, print), path)
+    read = read_or_told(lambda: inputs.read(folder, (), RECORDS[0].device, print), path)
     memory = read_or_told(lambda: memory_of(folder, RECORDS[0].device), path)
     assert (read is None) == (memory is None)
     if read is None:
@@ -208,9 +213,9 @@ def test_a_cliff(folder, data):
         return
     assert len(cliff_line(cliff).splitlines()) == 1 and cliffs.default_limit(RECORDS, cliff)[0] >= 0
     assert cliffs.wall(6 * 10**9, cliff, 10**9)[0] >= 0 and cliff.shows_fast(10**9) in (True, False)
-    html_page(page_data(None, RECORDS[:3], known.Known(DEVICE, cliff), []))
+    html_page(page_data(None, RECORDS[:3], inputs.Known(DEVICE, cliff), []))
     if cliff.device_bytes > 5 * 10**9:
-        assert build(RECORDS, dataclasses.replace(QUESTION, limit_bytes=None), known.Known(DEVICE, cliff)).plan
+        assert build(RECORDS, dataclasses.replace(QUESTION, limit_bytes=None), inputs.Known(DEVICE, cliff)).plan
 
 
 @given(damaged(SOAK.to_json(), *[json.dumps(SOAK.to_json()).encode() + b"\n"] * 2))
@@ -223,7 +228,7 @@ def test_soaks(folder, data):
     for s in soaks:
         assert soak.lines(s) and s.factor > 0 and (s.energy_wh or 0) >= 0
         assert Soak.from_json(json.loads(json.dumps(s.to_json()))) == s
-    about = known.Known(DEVICE, CLIFF, (), tuple(soaks))
+    about = inputs.Known(DEVICE, CLIFF, (), tuple(soaks))
     assert html_page(page_data(build(RECORDS, QUESTION, about).plan, RECORDS[:3], about, []))
 
 
@@ -241,9 +246,9 @@ def test_a_receipt(folder, run, data):
     past = calibration.read(copy.parent, said.append)
     assert len(past) + len(said) == 1, said
     assert all(str(hurt) in line and len(line.splitlines()) == 1 for line in said), said
-    about = known.Known(DEVICE, None, tuple(past), (SOAK,))
+    about = inputs.Known(DEVICE, None, tuple(past), (SOAK,))
     forecast = build(RECORDS, QUESTION, about)
-    assert report.past_rows(forecast, about.past) is not None
+    assert terminal.past_rows(forecast, about.past) is not None
     assert html_page(page_data(forecast.plan, RECORDS[:3], about, []))
 
 

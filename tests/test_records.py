@@ -7,7 +7,7 @@ from conftest import make_record
 
 from probe.cell import Cell, grid
 from probe.records import Record, append, frame, latest, load, of_devices
-from trainer.errors import UserError
+from spillcliff.errors import UserError
 
 
 def test_a_record_comes_back_as_it_was_written(tmp_path):

@@ -11,11 +11,11 @@ from conftest import make_cliff, make_record, write_records
 from test_planner import CASE, gtx1060
 from test_soak import soak, windows
 
-from planner.gather import pick_of
-from trainer import jsonl
+from planner.report.page_data import pick_of
+from spillcliff import jsonl
+from spillcliff.files import write_json
+from spillcliff.hardware.device import cpu_name, slug
 from trainer.config import ModelConfig
-from trainer.device import cpu_name, slug
-from trainer.files import write_json
 from trainer.plan import Plan
 
 GTX = "nvidia-geforce-gtx-1060"

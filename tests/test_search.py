@@ -9,8 +9,8 @@ import pytest
 from conftest import SAMPLES, make_record
 
 from probe.cell import Cell
+from probe.grid.search import best, left_out, next_cell, picks
 from probe.records import Record, load
-from probe.search import best, left_out, next_cell, picks
 from trainer.config import ModelConfig
 
 BATCHES, LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (256, 512, 1024)

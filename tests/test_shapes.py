@@ -10,9 +10,9 @@ from conftest import ROOT, make_record, write_records
 
 from probe.cell import Cell, cell_of, grid, shape
 from probe.records import Record, load
-from trainer import shapes
+from spillcliff.errors import UserError
 from trainer.config import ModelConfig, StepConfig
-from trainer.errors import UserError
+from trainer.huggingface import config_json
 
 SMOL = {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 576,
         "intermediate_size": 1536, "max_position_embeddings": 2048, "model_type": "llama", "num_attention_heads": 9,
@@ -28,9 +28,9 @@ def write(folder, values):
 
 
 def test_a_model_of_the_hub_has_the_parameters_that_its_card_says(tmp_path):
-    model = shapes.read(write(tmp_path / "SmolLM-135M", SMOL))
+    model = config_json.read(write(tmp_path / "SmolLM-135M", SMOL))
     assert model.parameters == 134_515_008 and model.rope_base == 10_000 and model.norm_eps == 1e-5
-    assert model == shapes.read(tmp_path / "SmolLM-135M" / "config.json")
+    assert model == config_json.read(tmp_path / "SmolLM-135M" / "config.json")
 
 
 @pytest.mark.parametrize("changes, expected", [
@@ -40,7 +40,7 @@ def test_a_model_of_the_hub_has_the_parameters_that_its_card_says(tmp_path):
     ({"head_dim": 64, "mlp_bias": False, "num_experts": None}, {}),
     ({"layer_types": ["full_attention"] * 30, "partial_rotary_factor": 1.0}, {})])
 def test_other_ways_to_say_the_same_are_read(tmp_path, changes, expected):
-    model = shapes.read(write(tmp_path, SMOL | changes))
+    model = config_json.read(write(tmp_path, SMOL | changes))
     assert {name: getattr(model, name) for name in expected} == expected
 
 
@@ -58,45 +58,45 @@ def test_other_ways_to_say_the_same_are_read(tmp_path, changes, expected):
     ({"rope_theta": "x"}, "rope_base"), ({"rms_norm_eps": 0}, "norm_eps")])
 def test_what_ours_cannot_do_is_refused_by_name(tmp_path, changes, named):
     with pytest.raises(UserError, match=named) as e:
-        shapes.read(write(tmp_path, SMOL | changes))
+        config_json.read(write(tmp_path, SMOL | changes))
     assert "config.json" in str(e.value) and "\n" not in str(e.value)
 
 
 def test_a_mistral_that_names_no_window_has_one(tmp_path):
     """transformers' own default is 4096."""
     with pytest.raises(UserError, match="sliding_window is 4096"):
-        shapes.read(write(tmp_path, SMOL | {"model_type": "mistral"}))
+        config_json.read(write(tmp_path, SMOL | {"model_type": "mistral"}))
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"model_type": "llama"', "\x00\xff"])
 def test_a_damaged_config_is_told_in_one_line(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
     with pytest.raises(UserError, match="model config .*config.json"):
-        shapes.read(tmp_path)
+        config_json.read(tmp_path)
 
 
 def test_a_name_is_of_the_shape_and_not_of_the_place(tmp_path):
     """It tells other shapes apart, is no size, and can be part of a file's name."""
-    here = shapes.read(write(tmp_path / "a" / "my model: 1B", SMOL))
-    there = shapes.read(write(tmp_path / "b" / "my model: 1B", SMOL | {"vocab_size": 500}))
-    other = shapes.read(write(tmp_path / "c" / "my model: 1B", SMOL | {"num_hidden_layers": 29}))
+    here = config_json.read(write(tmp_path / "a" / "my model: 1B", SMOL))
+    there = config_json.read(write(tmp_path / "b" / "my model: 1B", SMOL | {"vocab_size": 500}))
+    other = config_json.read(write(tmp_path / "c" / "my model: 1B", SMOL | {"num_hidden_layers": 29}))
     assert here.name == there.name != other.name and here.name.startswith("my-model-1B-")
-    assert not shapes.is_size(here.name) and not set(here.name) & set(" :/\\")
+    assert not config_json.is_size(here.name) and not set(here.name) & set(" :/\\")
     cached = tmp_path / "models--Org--SmolLM" / "snapshots" / ("0" * 40)
-    assert shapes.read(write(cached, SMOL)).name.startswith("SmolLM-")
+    assert config_json.read(write(cached, SMOL)).name.startswith("SmolLM-")
 
 
 def test_what_is_written_is_what_is_read(tmp_path):
     for model in (ModelConfig.named("1M", 500), ModelConfig("x", 2, 32, 4, 2, 64, 300, 5e5, 1e-6)):
-        read = shapes.read(write(tmp_path, shapes.config_json(model, 512, 7, "float32")))
-        assert not shapes.differences(read, model)
-    assert shapes.differences(read, dataclasses.replace(model, layers=3, vocab=301)) == (
+        read = config_json.read(write(tmp_path, config_json.config_json(model, 512, 7, "float32")))
+        assert not config_json.differences(read, model)
+    assert config_json.differences(read, dataclasses.replace(model, layers=3, vocab=301)) == (
         "layers 2, planned 3, vocab 300, planned 301")
 
 
 def test_a_record_keeps_the_shape_of_its_model(tmp_path):
     """So that a cell read from disk is the cell that would be measured again."""
-    model = shapes.read(write(tmp_path / "smol", SMOL))
+    model = config_json.read(write(tmp_path / "smol", SMOL))
     (cell,) = grid([model], [4], [512], [1], ["eager"], ["none"], 32_000)
     assert cell == cell_of(model, StepConfig(4, 512)) and shape(cell) == model and cell.vocab == 49152
     path = write_records(tmp_path / "records.jsonl", [dataclasses.replace(make_record(), cell=cell, model=model)])
@@ -109,7 +109,7 @@ def test_a_record_keeps_the_shape_of_its_model(tmp_path):
 
 def test_a_plan_names_the_model_by_its_config(command, refused, tmp_path):
     """Records of two models: the config.json picks its own, and the plan holds its shape."""
-    model = shapes.read(write(tmp_path / "smol", SMOL))
+    model = config_json.read(write(tmp_path / "smol", SMOL))
     (cell,) = grid([model], [4], [512], [1], ["eager"], ["none"], 32_000)
     ours = dataclasses.replace(make_record(), cell=cell, model=model)
     write_records(tmp_path / "results" / ours.device / "records.jsonl", [make_record(), ours])

@@ -12,8 +12,8 @@ from conftest import ROOT, make_record
 
 from probe.cell import Cell
 from probe.records import STATUSES, load
-from probe.table import BEYOND, NARROWEST, STATUS_WORDS, SUMMARY_HEAD, CellMap, Series, lines, series_of, summary
-from trainer.errors import UserError
+from probe.show.heatmap import BEYOND, NARROWEST, STATUS_WORDS, SUMMARY_HEAD, CellMap, Series, lines, series_of, summary
+from spillcliff.errors import UserError
 
 LIMIT = 5_000_000_000
 H200 = load(ROOT / "results" / "nvidia-h200" / "records.jsonl")
@@ -257,7 +257,7 @@ def test_a_hundred_thousand_records_are_grouped_to_the_newest():
 
 
 def test_the_table_needs_nothing_but_python():
-    code = "import sys, probe.table\nassert not {'torch', 'numpy', 'pandas', 'matplotlib', 'rich'} & set(sys.modules)"
+    code = "import sys, probe.show.heatmap\nassert not {'torch', 'numpy', 'pandas', 'matplotlib', 'rich'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
                           text=True)
     assert done.returncode == 0, done.stderr

@@ -13,11 +13,11 @@ import pytest
 from conftest import ROOT, make_plan
 
 from probe.cell import Cell
-from probe.grid import soaked
+from probe.grid.bench import soaked
 from probe.soak import Soak, Window, append, lines, load, readings_of, settled
 from probe.verdict import Outcome
-from trainer.device import DeviceFacts, cpu_name, slug
-from trainer.errors import NoPlan, UserError
+from spillcliff.errors import NoPlan, UserError
+from spillcliff.hardware.device import DeviceFacts, cpu_name, slug
 
 HERE = slug(f"cpu {cpu_name()}")
 FACTS = DeviceFacts(HERE, "AMD", "cpu", 1, None, 2, "test", "2.11", None, None, "3.11", "linux", "")
@@ -240,7 +240,7 @@ from test_soak import FACTS, Ended
 import probe.grid, probe.worker
 from probe.cli import main
 
-class Told(Ended, probe.worker.Workers):
+class Told(Ended, probe.tasks.worker.Workers):
     def __init__(self):
         Ended.__init__(self, 5, None)
         self._spare = None
@@ -250,8 +250,8 @@ class Told(Ended, probe.worker.Workers):
         os.kill(os.getpid(), getattr(signal, os.environ["HOW"]))
         time.sleep(60)
 
-probe.worker.Workers = Told
-probe.grid.look = lambda *asked: (FACTS, {"disk_write_bytes_s": None})
+probe.tasks.worker.Workers = Told
+probe.grid.bench.look = lambda *asked: (FACTS, {"disk_write_bytes_s": None})
 main()
 """
 

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from conftest import tiny
 
+from spillcliff.errors import UserError
 from trainer.config import RECOMPUTES, OptimizerConfig, StepConfig
-from trainer.errors import UserError
-from trainer.step import TrainStep
+from trainer.run.step import TrainStep
 
 CPU = torch.device("cpu")
 

@@ -16,12 +16,12 @@ from conftest import make_record, write_records
 from runs import STEPS, end_state, log, make_home, options, receipt, run_command, together, torchrun, train
 from safetensors.numpy import load
 
+from spillcliff.errors import UserError
 from trainer import checkpoint
 from trainer.config import StepConfig
-from trainer.errors import UserError
+from trainer.data.tokens import Tokens
 from trainer.plan import Plan
-from trainer.team import Seat
-from trainer.tokens import Tokens
+from trainer.run.distributed import Seat
 
 ROUNDING = 1e-4
 """Of a loss, where sums are taken in another order: 1e-6 after 90 steps here, where another batch makes it 1e-1."""

@@ -12,12 +12,12 @@ import time
 import pytest
 from conftest import MODULES, ROOT
 
-from trainer import texts
-from trainer.corpus import tokenize
-from trainer.errors import UserError
-from trainer.texts import cut
-from trainer.tokenizer import END_OF_TEXT, end_of_text, load, train, vocab_of
-from trainer.tokens import Tokens, sidecar, stamp
+from spillcliff.errors import UserError
+from trainer.data.tokens import Tokens, sidecar, stamp
+from trainer.tokenize import texts
+from trainer.tokenize.corpus import tokenize
+from trainer.tokenize.texts import cut
+from trainer.tokenize.tokenizer import END_OF_TEXT, end_of_text, load, train, vocab_of
 
 WORDS = ["the", "of", "naïve", "café", "☕", "def", "return", "lambda\r\n", "x", "=", "7", "##", "", "一二三", "\t"]
 
@@ -291,7 +291,7 @@ def test_a_changed_text_is_begun_again(tmp_path, monkeypatch):
     said = []
     jsonl(tmp_path / "a")
     with monkeypatch.context() as m:
-        m.setattr("trainer.corpus._Job._finish", stop)
+        m.setattr("trainer.tokenize.corpus._Job._finish", stop)
         with pytest.raises(KeyboardInterrupt):
             tokenize([tmp_path / "a"], tmp_path / "out.bin", 400, say=said.append)
     assert "the same command goes on" in said[-1] and (tmp_path / "out.bin.part").exists()

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from trainer.corpus import tokenize
-from trainer.errors import UserError
-from trainer.tokenizer import END_OF_TEXT, load
-from trainer.tokens import Tokens
+from spillcliff.errors import UserError
+from trainer.data.tokens import Tokens
+from trainer.tokenize.corpus import tokenize
+from trainer.tokenize.tokenizer import END_OF_TEXT, load
 
 TEXT = "def f(x):\n    return x  # naïve café ☕\r\n" * 300
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from spillcliff.errors import UserError
 from trainer.config import StepConfig
-from trainer.errors import UserError
-from trainer.tokens import Tokens, dtype_for, feed, sidecar
+from trainer.data.tokens import Tokens, dtype_for, feed, sidecar
 
 
 def test_a_file_is_read_as_it_was_written(token_file):

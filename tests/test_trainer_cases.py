@@ -7,15 +7,15 @@ from conftest import make_plan, make_record
 from runs import Clock, log, open_run
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from spillcliff.errors import UserError
 from trainer.config import OptimizerConfig, StepConfig
-from trainer.corpus import tokenize
-from trainer.data import open_data
-from trainer.errors import UserError
-from trainer.log import Meter, RunFolder, live_line
-from trainer.pace import StepTimes
-from trainer.step import TrainStep
-from trainer.tokenizer import END_OF_TEXT
-from trainer.tokens import Tokens
+from trainer.data.dataset import open_data
+from trainer.data.tokens import Tokens
+from trainer.run.log import Meter, RunFolder, live_line
+from trainer.run.step import TrainStep
+from trainer.run.timing import StepTimes
+from trainer.tokenize.corpus import tokenize
+from trainer.tokenize.tokenizer import END_OF_TEXT
 
 PLAN = make_plan("cpu-x")
 

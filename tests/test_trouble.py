@@ -14,15 +14,16 @@ from conftest import MODULES, tiny
 from runs import STEPS, Clock, end_state, log, make_home, open_run, options, receipt, run_command, train, train_with
 from safetensors.torch import load_file
 
-from trainer import checkpoint, ledger, loop, watch
+from spillcliff.errors import is_card_lost
+from spillcliff.hardware.device import THROTTLED
+from trainer import checkpoint
 from trainer.config import OptimizerConfig, StepConfig
-from trainer.device import THROTTLED
-from trainer.errors import is_card_lost
-from trainer.log import RunLog
+from trainer.data.tokens import Tokens
 from trainer.plan import Span
-from trainer.step import TrainStep
-from trainer.tokens import Tokens
-from trainer.watch import Sight
+from trainer.run import ledger, loop, slowdown
+from trainer.run.log import RunLog
+from trainer.run.slowdown import Sight
+from trainer.run.step import TrainStep
 
 SEEN = Sight("cuda", 700.0, 2000.0, 0.0, spilled_bytes=0, throttle=0, temperature_c=80, other_percent=0)
 
@@ -46,7 +47,7 @@ def home(tmp_path_factory):
     (None, "", {"spilled_bytes": 20 << 20, "tok_s": 1900.0}),
 ])
 def test_the_cause_is_named_with_its_evidence(what, words, changes):
-    found = watch.trouble(dataclasses.replace(SEEN, **changes), THROTTLED)
+    found = slowdown.trouble(dataclasses.replace(SEEN, **changes), THROTTLED)
     assert (found and found.what) == what and (found is None or words in found.line)
 
 
@@ -55,7 +56,7 @@ def test_the_cause_is_named_with_its_evidence(what, words, changes):
     (70.0, [0.9] * 20, True), (19 * 75 * 0.9, [75 * 0.9] * 20, False),
 ])
 def test_a_step_of_hours_among_short_ones_is_a_suspended_machine(step_s, usual, is_away):
-    assert watch.is_away(step_s, usual) is is_away
+    assert slowdown.is_away(step_s, usual) is is_away
 
 
 @pytest.mark.parametrize(("kind", "text", "lost"), [

@@ -2,8 +2,8 @@
 
 import pytest
 
-from trainer.errors import UserError
-from trainer.units import format_bytes, format_count, format_duration, parse_bytes, parse_count, parse_hours, parse_ints
+from spillcliff.errors import UserError
+from spillcliff.units import format_bytes, format_count, format_duration, parse_bytes, parse_count, parse_hours, parse_ints
 
 
 @pytest.mark.parametrize(("text", "value"), [

@@ -8,7 +8,7 @@ from conftest import SAMPLES, make_cliff, make_record
 from probe.cell import Cell
 from probe.cliff import default_limit
 from probe.verdict import Card, Outcome, judge, slow_step_s, stuck
-from trainer.errors import is_out_of_memory
+from spillcliff.errors import is_out_of_memory
 
 MEMORY = json.loads((SAMPLES / "memory.json").read_text())
 CELL = Cell("150M", 4, 512)

@@ -8,9 +8,9 @@ import threading
 import time
 from pathlib import Path
 
-from trainer.errors import UserError, is_out_of_memory
-from trainer.files import read_json, write_json
-from trainer.units import format_bytes, is_figure
+from spillcliff.errors import UserError, is_out_of_memory
+from spillcliff.files import read_json, write_json
+from spillcliff.units import format_bytes, is_figure
 
 KEEP = 2
 """Newest ones kept, beside the best: one to go on from, one in case the newest is damaged."""

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import click
 
-from trainer.errors import Refused, UserError
-from trainer.live import GONE, unread
-from trainer.output import Output
-from trainer.stop import SIGNALS
+from spillcliff.errors import Refused, UserError
+from spillcliff.live import GONE, unread
+from spillcliff.output import Output
+from spillcliff.stop import SIGNALS
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
@@ -105,7 +105,7 @@ def cli(ctx, plan_path, data, val, dtype, column, run_path, resume, source_path,
         raise click.UsageError("a run needs --plan FILE and --data FILE; `plan` and `train tokenize` make them")
     if resume and run_path is None:
         raise click.UsageError("--resume needs --run DIR, the folder of the run to go on with")
-    from trainer.launch import Start, launch
+    from trainer.run.start import Start, launch
 
     launch(Start(plan_path, data, val, dtype, column, run_path, resume, source_path, prompts, tensorboard, dry_run,
                  allow_battery, device), as_json)
@@ -124,10 +124,10 @@ def cli(ctx, plan_path, data, val, dtype, column, run_path, resume, source_path,
 @json_option
 def audit(plan_path, data, val, dtype, column, run_path, allow_battery, device, as_json) -> None:
     """Go through what a run of the plan would meet here, as every start does; exit 4 if something refuses."""
-    from trainer import audit as checklist
-    from trainer.log import default_run
-    from trainer.look import examine
     from trainer.plan import Plan
+    from trainer.run import preflight as checklist
+    from trainer.run.log import default_run
+    from trainer.run.preflight_facts import examine
 
     if val and not data:
         raise click.UsageError("--val needs --data FILE, the tokens to train on")
@@ -165,13 +165,13 @@ def tokenize(ctx, texts, out_path, vocab, tokenizer_path, field, end, val_share,
              as_json) -> None:
     """Turn texts (plain or JSONL, also gzip or zstd; files, folders, patterns) into a token file, with a byte-level BPE
     trained on them. Run again after it was stopped, it goes on."""
-    from trainer.units import parse_count
+    from spillcliff.units import parse_count
 
     if val_share and val:
         raise click.UsageError("--val-share and --val are two ways to the same; give one")
     out = Output(as_json)
     if are_pairs:
-        from trainer.pairing import tokenize_pairs
+        from trainer.tokenize.pairs import tokenize_pairs
 
         if length is None or tokenizer_path is None:
             raise click.UsageError("--pairs needs --length L, as the plan will have it, and --tokenizer FILE, that of the "
@@ -183,8 +183,8 @@ def tokenize(ctx, texts, out_path, vocab, tokenizer_path, field, end, val_share,
         return
     if length is not None or packed:
         raise click.UsageError("--length and --packed go with --pairs")
-    from trainer.corpus import tokenize as write
-    from trainer.live import Live
+    from spillcliff.live import Live
+    from trainer.tokenize.corpus import tokenize as write
 
     with Live(out.console()) as live:
         facts = write(texts, out_path, parse_count(vocab, "--vocab"), tokenizer_path, field, end, val_share, val, live.say,
@@ -210,15 +210,15 @@ def tokenize(ctx, texts, out_path, vocab, tokenizer_path, field, end, val_share,
 @json_option
 def sample(run_path, folder, prompts, count, most, temperature, top_k, top_p, seed, device, as_json) -> None:
     """Write text with a run's newest checkpoint or an exported folder, shown as it comes."""
-    from trainer.device import resolve
+    from spillcliff.hardware.device import resolve
 
     if (run_path is None) == (folder is None):
         raise click.UsageError("a sample needs either --run DIR, a run's folder, or --from DIR, an exported one")
     if not (temperature >= 0 and top_p >= 0):
         raise click.UsageError(f"--temperature {temperature} and --top-p {top_p} must be numbers of 0 or more")
     where = resolve(device)
-    from trainer.generate import Draw
-    from trainer.sample import Writer, printable, write
+    from trainer.model.generate import Draw
+    from trainer.run.sample import Writer, printable, write
 
     out = Output(as_json)
     writer = Writer.of_run(run_path, where, out.say) if run_path else Writer.of_folder(folder, where)
@@ -251,8 +251,8 @@ def sample(run_path, folder, prompts, count, most, temperature, top_k, top_p, se
 @json_option
 def export(run_path, out_path, which, dtype, as_json) -> None:
     """Write a run's model as a folder that Hugging Face's transformers loads (LlamaForCausalLM, AutoTokenizer)."""
-    from trainer.export import export as write
-    from trainer.units import format_bytes
+    from spillcliff.units import format_bytes
+    from trainer.huggingface.export import export as write
 
     out = Output(as_json)
     written = write(run_path, out_path, which, dtype, out.say)
@@ -269,8 +269,8 @@ def export(run_path, out_path, which, dtype, as_json) -> None:
 @json_option
 def curve(runs, out_path, csv_path, as_json) -> None:
     """Draw loss and tok/s over the tokens seen, or write every step as CSV."""
-    from trainer.curve import draw, read, table
-    from trainer.output import write_table
+    from spillcliff.output import write_table
+    from trainer.run.learning_curve import draw, read, table
 
     out = Output(as_json, is_taken=csv_path == "-")
     courses = [read(run, out.say) for run in runs]

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from trainer.errors import UserError
-from trainer.units import MOST, format_count, parse_count
+from spillcliff.errors import UserError
+from spillcliff.units import MOST, format_count, parse_count
 
 VOCAB = 32_000
 """Vocabulary at which a size's name is true (Llama's 32,000)."""

@@ -5,10 +5,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from spillcliff.errors import UserError
+from spillcliff.files import read_json, write_json
+from spillcliff.units import is_figure
 from trainer.config import ModelConfig, OptimizerConfig, StepConfig, from_fields, refuse_software, refuse_update
-from trainer.errors import UserError
-from trainer.files import read_json, write_json
-from trainer.units import is_figure
 
 SCHEMA = 1
 """1: first version."""

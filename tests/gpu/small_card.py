@@ -4,7 +4,7 @@ memory from a pool whose allocator gives the card's up to the cap and pinned hos
 import ctypes
 import importlib
 
-from probe.worker import Workers
+from probe.tasks.worker import Workers
 
 GIVES_BACK = []  # ctypes keeps no reference to a callback, and torch calls it until the process ends
 
@@ -59,7 +59,7 @@ def _memory(device, allocator):
     """The ballast's memory with a pool for each block, since torch gives nothing of a live pool back."""
     import torch
 
-    from probe.ballast import CardMemory
+    from probe.tasks.memory_scan import CardMemory
 
     class Spilling(CardMemory):
         def take(self, size):
@@ -90,7 +90,7 @@ def call(function: str, kind: str, cap_bytes: int, *arguments):
         torch.cuda.set_per_process_memory_fraction(cap_bytes / torch.cuda.get_device_properties(0).total_memory)
         return real(*arguments)
     spilling = SpillingPool(cap_bytes)
-    if module == "probe.ballast":
+    if module == "probe.tasks.memory_scan":
         return real(*arguments, memory=lambda device: _memory(device, spilling.allocator))
     with torch.cuda.use_mem_pool(spilling.pool):
         values = real(*arguments)

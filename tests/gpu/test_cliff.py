@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_card import SmallCard
 
 from probe.cell import grid as cells_of
-from probe.grid import Bench, find_cliff, look
+from probe.grid.bench import Bench, find_cliff, look
 
 pytestmark = pytest.mark.gpu
 

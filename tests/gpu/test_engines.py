@@ -6,8 +6,8 @@ import torch
 from conftest import tiny
 
 from trainer.config import OptimizerConfig, StepConfig
-from trainer.step import TrainStep
-from trainer.tokens import Tokens, feed
+from trainer.data.tokens import Tokens, feed
+from trainer.run.step import TrainStep
 
 pytestmark = pytest.mark.gpu
 STEPS = 50

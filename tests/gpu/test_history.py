@@ -8,10 +8,10 @@ import pytest
 import torch
 from conftest import ROOT
 
-from probe import events
-from probe.allocator import Allocator
 from probe.cell import Cell, shape
-from probe.estimate import CardMemory, estimate
+from probe.estimate import step_script
+from probe.estimate.allocator import Allocator
+from probe.estimate.peak import CardMemory, estimate
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +60,7 @@ def test_the_history_is_the_script_and_the_model_chooses_alike(cell):
     assert done.returncode == 0, done.stderr[-2000:]
     history, allocated, reserved = json.loads(done.stdout.splitlines()[-1])
     card = CardMemory.of({"kind": "cuda", "capability": torch.cuda.get_device_capability(0)})
-    script = events.script(shape(cell), cell.step, card.workspace_bytes)
+    script = step_script.script(shape(cell), cell.step, card.workspace_bytes)
     phases = [*script.start, *script.evaluation, *script.record, *script.step * 3, *script.evaluation, *script.step]
 
     segments = iter([row for row in history if row[0] == "segment_alloc"])

@@ -5,7 +5,7 @@ import torch
 from conftest import tiny
 
 from trainer.config import OptimizerConfig, StepConfig
-from trainer.step import TrainStep
+from trainer.run.step import TrainStep
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 5e-4  # as in test_engines.py

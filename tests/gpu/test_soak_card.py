@@ -7,8 +7,8 @@ import torch
 from conftest import make_plan
 
 from probe.soak import load
+from spillcliff.hardware.device import facts
 from trainer.config import ModelConfig, StepConfig
-from trainer.device import facts
 
 pytestmark = pytest.mark.gpu
 

@@ -1,0 +1,178 @@
+"""The ballast probe: takes a card's memory block by block, times a pass over every block, and sees where that collapses or
+the allocation fails. Needs no model. The search is pure; `measure` runs it on a card, in a fresh process."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+COLLAPSE = 3.0
+"""A pass that takes this many times as long as when the card was empty is no noise: past a cap, host memory was 5 times
+slower in a block of 2 MB and 50 in one of 128 on an H200; PCIe 3 is 16 times slower than a GTX 1060's memory."""
+
+BLOCKS = 64
+"""A card's memory is taken in so many blocks, so that passes over all of them take 3 s on an H200 and, by its
+bandwidth, on a GTX 1060."""
+
+FINEST_BYTES = 16 << 20
+"""Blocks are halved down to this: torch's allocator takes whole segments of 20 MB for less than 10."""
+
+RESERVE_SHARE, RESERVE_BYTES = 0.02, 128 << 20
+"""What is never taken, the larger of the two, so that a desktop still draws."""
+
+TRIES = 3
+
+
+class Memory(Protocol):
+    """A card's memory as the search sees it."""
+
+    def take(self, size: int) -> object | None:
+        """A block of `size` bytes, or None when that fails."""
+
+    def give(self, block: object) -> None: ...
+
+    def pass_s(self, block: object) -> float:
+        """Seconds of one read and write of the block."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Bytes up to which all blocks were fast, bytes at which they were not (None for kind "reserve"), and seconds per byte
+    of a pass over a fast and over the slow block."""
+
+    kind: str
+    fast_bytes: int
+    bad_bytes: int | None
+    fast_s: float
+    slow_s: float | None
+
+
+def block_size(total_bytes: int) -> int:
+    """A power of two times FINEST_BYTES, so that halving ends there."""
+    size = FINEST_BYTES
+    while size * 2 * BLOCKS <= total_bytes:
+        size *= 2
+    return size
+
+
+def reserve(total_bytes: int) -> int:
+    return max(int(total_bytes * RESERVE_SHARE), RESERVE_BYTES)
+
+
+def find(memory: Memory, total_bytes: int, free_bytes: int, say: Callable[[int], None] = lambda held: None) -> Found:
+    """Where `memory` stops being fast, to FINEST_BYTES. Everything taken is given back by the end, however it ends.
+
+    MemoryError if not even the first block can be had.
+    """
+    size = block_size(total_bytes)
+    ceiling = free_bytes - reserve(total_bytes)
+    blocks: list[tuple[object, int]] = []
+    held, kind, bad, slow_s = 0, "reserve", None, None
+    try:
+        normal = _references(memory, min(size, max(FINEST_BYTES, ceiling)))
+        while size >= FINEST_BYTES:
+            if held + size > ceiling:
+                size //= 2
+                continue
+            block = memory.take(size)
+            if block is None:
+                kind, bad, size = "failure", held + size, size // 2
+                continue
+            blocks.append((block, size))
+            held += size
+            slow = _slow(memory, blocks, normal)
+            if slow is None:
+                say(held)
+                continue
+            kind, bad, slow_s = "collapse", held, slow
+            while blocks and slow is not None:  # where the driver moved an older block out, it may not come back at once
+                block, its_size = blocks.pop()
+                held -= its_size
+                memory.give(block)
+                slow = _slow(memory, blocks, normal)
+            size //= 2
+        largest = max(normal)
+        return Found(kind, held, bad, normal[largest] / largest, slow_s)
+    finally:
+        for block, _ in blocks:
+            memory.give(block)
+
+
+def _references(memory: Memory, largest: int) -> dict[int, float]:
+    """Seconds of a pass over a block of each size while the card is empty."""
+    found, size = {}, FINEST_BYTES
+    while size <= largest:
+        block = memory.take(size)
+        if block is None:
+            break
+        for _ in range(20):  # the clock rises from idle
+            memory.pass_s(block)
+        found[size] = min(memory.pass_s(block) for _ in range(2 * TRIES))
+        memory.give(block)
+        size *= 2
+    if not found:
+        raise MemoryError(f"not even {FINEST_BYTES >> 20} MB could be taken")
+    return found
+
+
+def _slow(memory: Memory, blocks: list[tuple[object, int]], normal: dict[int, float]) -> float | None:
+    """Seconds per byte of the first block whose passes have all collapsed, newest first; None if there is none. A pass
+    that looks slow is tried again, since a desktop draws now and then."""
+    for block, size in reversed(blocks):
+        times = []
+        while len(times) < TRIES:
+            times.append(memory.pass_s(block))
+            if times[-1] <= COLLAPSE * normal[size]:
+                break
+        else:
+            return min(times) / size
+    return None
+
+
+class CardMemory:
+    """A card's memory by torch's own allocator, whose caps and pools apply."""
+
+    def __init__(self, device) -> None:
+        import torch
+
+        self._torch, self._device = torch, device
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def take(self, size: int):
+        try:
+            return self._torch.zeros(size // 4, device=self._device)
+        except self._torch.OutOfMemoryError:
+            return None
+
+    def give(self, block) -> None:
+        block.untyped_storage().resize_(0)
+        self._torch.cuda.empty_cache()
+
+    def pass_s(self, block) -> float:
+        self._begin.record()
+        block.add_(1)
+        self._end.record()
+        self._end.synchronize()
+        return self._begin.elapsed_time(self._end) / 1000
+
+
+def measure(name: str, uuid: str, report, memory: Callable[..., Memory] = CardMemory) -> dict:
+    """Runs the search on the CUDA card `name`; returns the measured fields of a Cliff."""
+    import torch
+
+    from spillcliff.hardware.device import resolve
+    from spillcliff.hardware.usage import Claim
+
+    claim = Claim()
+    where = resolve(name)
+    torch.cuda.set_device(where)
+    began = time.perf_counter()
+    claim.begin(where, uuid)
+    free, total = torch.cuda.mem_get_info(where)
+    torch.cuda.empty_cache()
+    context = claim.peaks(where, uuid)
+    found = find(memory(where), total, free, lambda held: report({"held_bytes": held}))
+    beside = (context["device_peak_bytes"] or 0) - (context["reserved_peak_bytes"] or 0)
+    return {"kind": found.kind, "fast_bytes": found.fast_bytes, "bad_bytes": found.bad_bytes,
+            "context_bytes": max(0, beside), "free_at_start_bytes": free + beside, "fast_bytes_s": 2 / found.fast_s,
+            "slow_bytes_s": found.slow_s and 2 / found.slow_s, "seconds": time.perf_counter() - began}

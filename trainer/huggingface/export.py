@@ -1,0 +1,80 @@
+"""A run's weights as a folder that Hugging Face's transformers loads."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from spillcliff.errors import UserError
+from spillcliff.files import write_json
+from spillcliff.units import format_bytes
+from trainer.huggingface.config_json import CONFIG, config_json
+from trainer.huggingface.llama import to_theirs
+from trainer.huggingface.weights import WHOLE, RunWeights
+from trainer.plan import Plan
+from trainer.tokenize import tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export(run: Path, out: Path, which: str, dtype: str, say=lambda line: None) -> dict:
+    """Writes `out`: config.json, model.safetensors, and the tokenizer's files if the run has one. Returns {out, step,
+    parameters, bytes, tokenizer}. The folder is there whole or not at all; UserError if it is there already, or can't be
+    written."""
+    if not (run / "plan.json").is_file():
+        raise UserError(f"run {run} holds no plan.json; name a folder that `train` made, such as results/runs/...")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists already; name another --out, or remove it first")
+    plan, source = Plan.load(run / "plan.json"), RunWeights(run, which, say)
+    coder = tokenizer.load(run / "tokenizer.json") if (run / "tokenizer.json").is_file() else None
+    ends = coder and tokenizer.end_of_text(coder)
+    end = coder.token_to_id(ends) if ends else None
+    tensors = {name: rows.to(DTYPES[dtype]).contiguous() for name, rows in to_theirs(source.__getitem__, source.model)}
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise UserError(f"{source.what}: {name} has values that are not finite numbers in {dtype}")
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    temporary = out.with_name(out.name + ".tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        if size > (free := shutil.disk_usage(temporary).free):
+            raise OSError(f"it takes {format_bytes(size)} and {format_bytes(free)} are free")
+        save_file(tensors, temporary / WHOLE, {"format": "pt", "step": str(source.step)})
+        with open(temporary / WHOLE, "rb+") as f:
+            os.fsync(f.fileno())
+        write_json(temporary / CONFIG, config_json(source.model, plan.step.length, end, dtype))
+        write_json(temporary / "generation_config.json",
+                   {"bos_token_id": None, "eos_token_id": end, "pad_token_id": end, "do_sample": True, "temperature": 0.8,
+                    "top_k": 50})
+        if coder:
+            _write_tokenizer(coder, run / "tokenizer.json", temporary, plan.step.length, ends)
+        if out.is_dir():
+            out.rmdir()
+        os.replace(temporary, out)
+    except UserError:
+        raise
+    except Exception as e:  # safetensors has an error type of its own for a full disk
+        raise UserError(f"can't write {out}: {getattr(e, 'strerror', None) or e}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    if coder is None:
+        say(f"run {run} has no tokenizer.json: its token file named none, so the folder has none either")
+    return {"out": str(out), "step": source.step, "parameters": source.model.parameters, "bytes": size,
+            "tokenizer": coder is not None}
+
+
+def _write_tokenizer(coder, path: Path, folder: Path, length: int, ends: str | None) -> None:
+    """The tokenizer as it made the training data, which was without the tokens that a post-processor would add."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    if coder.encode("a").ids != coder.encode("a", add_special_tokens=False).ids:
+        values["post_processor"] = None
+    write_json(folder / "tokenizer.json", values)
+    special = {"eos_token": ends, "pad_token": ends} if ends else {}
+    write_json(folder / "special_tokens_map.json", special)
+    write_json(folder / "tokenizer_config.json", special | {
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "clean_up_tokenization_spaces": False,
+        "bos_token": None, "unk_token": None})

@@ -1,0 +1,166 @@
+"""Weights to start from: a run's, or those of a Hugging Face folder of a Llama-like model. Safetensors alone are read."""
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor, no_grad
+
+from spillcliff.errors import UserError
+from spillcliff.files import read_json
+from trainer import checkpoint
+from trainer.config import ModelConfig
+from trainer.huggingface import config_json
+from trainer.huggingface.llama import parts, to_ours
+from trainer.model.decoder import Decoder
+from trainer.plan import Plan
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+DTYPES = ("F32", "BF16", "F16")
+"""Each is exact in fp32."""
+
+
+class RunWeights:
+    """A run's best checkpoint, or another one; UserError if there is none that is whole."""
+
+    def __init__(self, run: Path, which: str, say) -> None:
+        self.model = Plan.load(run / "plan.json").model
+        state, folder = checkpoint.chosen(run, which, say)
+        self.path, self.step = run, int(state["step"])
+        self.what = f"run {run} after step {self.step}"
+        self._tensors = checkpoint.Tensors(folder)
+
+    def __getitem__(self, name: str) -> Tensor:
+        try:
+            return self._tensors[f"model.{name}"]
+        except KeyError:
+            raise UserError(f"{self.what}: its checkpoint has no tensor {name}, which its plan's model has") from None
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """(our name, tensor), in the decoder's order, one at a time."""
+        for name in parts(self.model):
+            yield name, self[name]
+
+
+class HubWeights:
+    """The weights in a folder that holds a config.json, in one safetensors file or several; UserError for what isn't there,
+    is damaged, or isn't a decoder like ours. Every name, shape and type is checked before a tensor is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.what = folder, f"folder {folder}"
+        self._files = {}
+        self._where = self._open()
+        is_tied = None
+        if HEAD in self._where:
+            is_tied = EMBEDDING in self._where and self._slice(HEAD).get_shape() == self._slice(EMBEDDING).get_shape() \
+                and self._where[HEAD].get_tensor(HEAD).equal(self._where[EMBEDDING].get_tensor(EMBEDDING))
+            if not is_tied:
+                raise UserError(f"{self.what}: {HEAD} is not {EMBEDDING}; here the head's weights are the embedding's, so "
+                                f"untied ones can't be trained")
+        self.model = config_json.read(folder, is_tied)
+        self._check()
+
+    def _open(self) -> dict:
+        """Each tensor's file."""
+        index = self.path / INDEX
+        if (self.path / WHOLE).is_file():
+            file = self._file(WHOLE)
+            return dict.fromkeys(file.keys(), file)
+        if not index.is_file():
+            if pickles := [*self.path.glob("pytorch_model*.bin"), *self.path.glob("*.pt"), *self.path.glob("*.pth")]:
+                raise UserError(f"{self.what} has its weights in {min(pickles).name}, a pickle, which can run code and "
+                                f"isn't opened; if you trust it, transformers writes it anew as safetensors: "
+                                f"AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other)")
+            raise UserError(f"{self.what} has no {WHOLE} and no {INDEX}")
+        where = read_json(index, "index of weights").get("weight_map")
+        if not isinstance(where, dict) or not all(isinstance(f, str) and f == Path(f).name for f in where.values()):
+            raise UserError(f"index of weights {index}: weight_map must be an object of files in this folder")
+        found = {name: self._file(file) for name, file in where.items()}
+        if absent := [name for name, file in found.items() if name not in file.keys()]:  # noqa: SIM118
+            raise UserError(f"{self.what}: {where[absent[0]]} has no tensor {absent[0]}, which {INDEX} says it has")
+        return found
+
+    def _file(self, name: str):
+        from safetensors import safe_open
+
+        if name not in self._files:
+            try:
+                self._files[name] = safe_open(self.path / name, "pt")
+            except Exception as e:  # safetensors has an error type of its own
+                why = f"{str(e).splitlines()[0]:.100}"
+                raise UserError(f"{self.what}: {name} can't be read ({why}); fetch it again") from None
+        return self._files[name]
+
+    def _slice(self, name: str):
+        return self._where[name].get_slice(name)
+
+    def _check(self) -> None:
+        wanted = {p.name: p.shape for of_it in parts(self.model).values() for p in of_it}
+        if absent := [name for name in wanted if name not in self._where]:
+            raise UserError(f"{self.what} has no tensor {absent[0]}" + f", nor {len(absent) - 1} more" * (len(absent) > 1))
+        more = [name for name in self._where if name not in wanted and name != HEAD
+                and not name.endswith("rotary_emb.inv_freq")]  # of old files: it follows from the config
+        if more:
+            raise UserError(f"{self.what} has a tensor {more[0]}, which a decoder like ours has no place for")
+        for name, shape in wanted.items():
+            found, dtype = self._slice(name).get_shape(), self._slice(name).get_dtype()
+            if tuple(found) != shape:
+                raise UserError(f"{self.what}: {name} is {tuple(found)}, and its config.json says {shape}")
+            if dtype not in DTYPES:
+                raise UserError(f"{self.what}: {name} is of type {dtype}; weights of {', '.join(DTYPES)} are read")
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """(our name, fp32 tensor), in the decoder's order, one at a time."""
+        return to_ours(self._read, self.model)
+
+    def _read(self, name: str) -> Tensor:
+        tensor = self._where[name].get_tensor(name).float()
+        if not tensor.isfinite().all():
+            raise UserError(f"{self.what}: {name} has values that are not finite numbers")
+        return tensor
+
+
+def find(folder: Path, say=lambda line: None) -> RunWeights | HubWeights:
+    """What a --from names: one of our run folders (its best checkpoint), or a Hugging Face folder."""
+    if (folder / "plan.json").is_file():
+        return RunWeights(folder, "best", say)
+    if (folder / config_json.CONFIG).is_file():
+        return HubWeights(folder)
+    raise UserError(f"{folder} holds neither a plan.json, as a run does, nor a {config_json.CONFIG}, as an exported "
+                    f"model does")
+
+
+def of_shape(folder: Path, planned: ModelConfig, say=lambda line: None) -> RunWeights | HubWeights:
+    """The same; UserError naming every difference if it is of another shape than was planned."""
+    found = find(folder, say)
+    if differ := config_json.differences(found.model, planned):
+        raise UserError(f"{found.what} has a model of another shape than the plan: {differ}")
+    return found
+
+
+@no_grad()
+def load(source: RunWeights | HubWeights, decoder: Decoder, put=Tensor.copy_) -> int:
+    """Copies the weights into the decoder, one tensor at a time, by `put`(parameter, weight); returns their checksum."""
+    into, crc = dict(decoder.named_parameters()), 0
+    for name, tensor in source:
+        if tensor.shape != into[name].shape:
+            raise UserError(f"{source.what}: {name} is {tuple(tensor.shape)}, its model's is {tuple(into[name].shape)}")
+        put(into[name], tensor)
+        crc = zlib.crc32(tensor.numpy(), crc)
+    return crc
+
+
+def checksum(source: RunWeights | HubWeights) -> int:
+    """CRC-32 over all weights in fp32, whatever they are kept as: a run's and its export's are the same."""
+    crc = 0
+    for _, tensor in source:
+        crc = zlib.crc32(tensor.numpy(), crc)
+    return crc
+
+
+def refuse_others(source: RunWeights | HubWeights, came_from: dict | None, run: Path) -> None:
+    """UserError if `source` is not what a run says that it came from."""
+    if checksum(source) != (came_from or {}).get("crc32"):
+        was = f"the weights of {came_from['path']}" if came_from else "new weights"
+        raise UserError(f"run {run} was started from {was}, and {source.what} has others; leave --from out to go on with it")
