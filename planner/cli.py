@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from spillcliff.errors import NoPlan, UserError
-from spillcliff.output import Output, given, print_rows
+from spillcliff.console import Output, given, print_rows
 from trainer.cli import HELP, column_option, dtype_option, guarded, json_option
 from trainer.plan import PairCounts
 
@@ -54,7 +54,7 @@ def cli(ctx, corpus, dtype, column, hours, epochs, model, vocab, length, tokens_
     from planner.decide import inputs as at_hand
     from planner.decide.build import Question, build, side_by_side
     from planner.report import terminal
-    from spillcliff.hardware.device import software_here
+    from spillcliff.hardware.fingerprints import installed_software
     from spillcliff.units import parse_bytes, parse_count, parse_hours
 
     if (corpus is None) == (hours is None):
@@ -95,7 +95,7 @@ def cli(ctx, corpus, dtype, column, hours, epochs, model, vocab, length, tokens_
     plan.save(out_path)
     for line in terminal.lines(forecast):
         out.say(line)
-    if changed := plan.other_software(software_here(plan.device)):
+    if changed := plan.other_software(installed_software(plan.device)):
         out.say(f"note: measured with {', '.join(changed)}; measure again with probe grid --again")
     if plan.runners_up:
         print_rows(out, terminal.RUNNER_HEAD, terminal.runner_rows(forecast))
@@ -144,8 +144,8 @@ def report_command(plan_path, device, files, results, out_path, as_json) -> None
     from planner.report.page import html_page
     from planner.report.page_data import page_data
     from planner.report.png import draw
-    from spillcliff.files import write_whole
-    from spillcliff.hardware.device import software_here
+    from spillcliff.files import write_atomic
+    from spillcliff.hardware.fingerprints import installed_software
     from trainer.plan import Plan
 
     out = Output(as_json)
@@ -153,11 +153,11 @@ def report_command(plan_path, device, files, results, out_path, as_json) -> None
     plan = Plan.load(wanted) if plan_path or (wanted.exists() and device is None) else None
     records, known = at_hand.read(results, files, plan.device if plan else device, out.say)
     notes = []
-    if plan and (changed := plan.other_software(software_here(plan.device))):
+    if plan and (changed := plan.other_software(installed_software(plan.device))):
         notes.append(f"measured with {', '.join(changed)}: the forecast is not for what runs here")
     data = page_data(plan, records, known, notes)
     out_path = out_path or wanted.with_name("report.html")
-    write_whole(out_path, html_page(data).encode())
+    write_atomic(out_path, html_page(data).encode())
     pictures = draw(data, out_path.parent)
     out.say(f"written to {out_path}; open it in a browser")
     for picture in pictures:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from spillcliff.output import Output, given, print_rows, write_table
+from spillcliff.console import Output, given, print_rows, write_table
 from trainer.cli import HELP, device_option, guarded, json_option
 
 results_option = click.option("--results", default="results", show_default=True, type=click.Path(path_type=Path),
@@ -55,7 +55,7 @@ def card(device, results, as_json) -> None:
     from probe.grid.run import name_of, opened
     from probe.show.text import card_rows
     from spillcliff.hardware import nvml
-    from spillcliff.hardware.device import on_battery, refuse_engine
+    from spillcliff.hardware.device import engine_refusal, on_battery
     from trainer.config import ENGINES
 
     out = Output(as_json)
@@ -63,7 +63,7 @@ def card(device, results, as_json) -> None:
         if facts.kind in ("cuda", "cpu"):
             store.keep(takes(workers, name_of(device, facts), facts))
     readings, free = nvml.readings(facts.uuid), nvml.free_bytes(facts.uuid)
-    refusals = {engine: refuse_engine(engine, facts.kind, facts.capability) for engine in ENGINES}
+    refusals = {engine: engine_refusal(engine, facts.kind, facts.capability) for engine in ENGINES}
     for label, value in card_rows(facts, free, extra["disk_write_bytes_s"], refusals, readings,
                                   store.device.get("memory") or {}, on_battery()):
         out.say(f"{label:12} {value}")
@@ -202,12 +202,12 @@ def soak(plan_path, minutes, device, results, as_json) -> None:
     from probe.grid.run import name_of, opened
     from probe.soak import lines
     from probe.store import alone
-    from spillcliff.live import Live
+    from spillcliff.console import LiveLine
     from trainer.plan import Plan
 
     out = Output(as_json)
     plan = Plan.load(plan_path)
-    with opened(results, device) as (workers, facts, store, _), alone(facts), Live(out.console(), every_s=30) as live:
+    with opened(results, device) as (workers, facts, store, _), alone(facts), LiveLine(out.console(), every_s=30) as live:
         found = soaked(workers, name_of(device, facts), facts, plan, minutes, store.soaks, live)
     for line in lines(found):
         out.say(line)
@@ -235,14 +235,14 @@ def health(run_path, pid, watch, seconds, device, results, as_json) -> None:
     """
     from probe.health.diagnose import judge, lines
     from probe.health.watch import job, sit
-    from spillcliff.live import Live
+    from spillcliff.console import LiveLine
 
     if run_path is not None and pid is not None:
         raise click.UsageError("--run is for a run of ours, --pid for any process: give one of them")
     out, is_interrupted = Output(as_json), False
     this, console = job(run_path, pid, device, results, seconds, watch), out.console()
     try:
-        with Live(console) as live:
+        with LiveLine(console) as live:
             sit(this, seconds, watch, live, console.width, out.stream)
     except KeyboardInterrupt:
         if not watch:

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
+from typing import Annotated, Any
 
 from probe.cell import Cell
-from probe.records import READINGS, SHORTEST_S
-from spillcliff import jsonl
+from probe.records import READINGS, Seconds, StepSeconds
+from spillcliff import schema
 from spillcliff.errors import UserError
-from spillcliff.units import format_duration, is_figure
-from trainer.config import from_fields, refuse_software
+from spillcliff.files import Say, append_line, ignore, parse_lines, read_lines
+from spillcliff.schema import Number
+from spillcliff.units import format_duration
 
 SCHEMA = 1
 FIRST_S = 20.0
@@ -38,30 +40,37 @@ class Window:
     """Some seconds of a soak: it ends `at_s` after the first timed step began, `step_s` is the median; readings are means,
     `throttle` has every bit that was set; None where the device has none."""
 
-    at_s: float
-    steps: int
-    step_s: float
-    clock_mhz: float | None = None
-    temperature_c: float | None = None
-    power_w: float | None = None
-    utilization: float | None = None
-    throttle: int | None = None
+    at_s: Seconds
+    steps: Annotated[int, Number(1)]
+    step_s: StepSeconds
+    clock_mhz: Annotated[float | None, Number()] = None
+    temperature_c: Annotated[float | None, Number()] = None
+    power_w: Annotated[float | None, Number()] = None
+    utilization: Annotated[float | None, Number()] = None
+    throttle: Annotated[float | None, Number()] = None
 
 
 @dataclass(frozen=True)
 class Soak:
-    """A line of soak.jsonl: `minutes` were asked for, `seconds` run; `settled` whether the speed held at the end."""
+    """A line of soak.jsonl: `minutes` were asked for, `seconds` run; `settled` whether the speed held at the end. UserError
+    for windows that can't be."""
 
     schema: int
     at: str
     device: str
-    software: dict
+    software: dict[str, str | None]
     cell: Cell
-    minutes: float
-    seconds: float
+    minutes: Seconds
+    seconds: Seconds
     windows: tuple[Window, ...]
     settled: bool
     on_battery: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.windows:
+            raise UserError("windows must be a list, and not an empty one")
+        if any(b.at_s <= a.at_s for a, b in itertools.pairwise(self.windows)):
+            raise UserError("windows must come in the order of their at_s")
 
     @property
     def first_s(self) -> float:
@@ -87,10 +96,11 @@ class Soak:
     @property
     def energy_wh(self) -> float | None:
         """What the card took over the windows; None where it doesn't tell."""
-        if not all(w.power_w for w in self.windows):
+        powers = [w.power_w for w in self.windows if w.power_w]
+        if len(powers) < len(self.windows):
             return None
         ends = [0.0, *(w.at_s for w in self.windows)]
-        return sum(w.power_w * (b - a) for w, a, b in zip(self.windows, ends, ends[1:], strict=False)) / 3600
+        return sum(power * (b - a) for power, (a, b) in zip(powers, itertools.pairwise(ends), strict=True)) / 3600
 
     def _last(self) -> tuple[Window, ...]:
         end = self.windows[-1].at_s
@@ -103,59 +113,30 @@ class Soak:
         """Checks one soak; UserError says what is wrong. Unknown fields are ignored."""
         if not isinstance(values, dict):
             raise UserError("a soak must be a JSON object")
-        schema = values.get("schema")
-        if isinstance(schema, int) and schema > SCHEMA:
-            raise UserError(f"schema {schema!r:.40} is newer than this version reads ({SCHEMA}); update spillcliff")
-        if schema != SCHEMA:
-            raise UserError(f"schema is {schema!r:.40}; this version reads {SCHEMA}")
-        values = dict(values)
-        values["cell"] = from_fields(Cell, values.get("cell"), "cell")
-        windows = values.get("windows")
-        if not isinstance(windows, list) or not windows:
-            raise UserError("windows must be a list, and not an empty one")
-        values["windows"] = tuple(from_fields(Window, w, "a window") for w in windows)
-        for w in values["windows"]:
-            for field in dataclasses.fields(Window):
-                value = getattr(w, field.name)
-                missing = value is None and field.default is None
-                if not (is_figure(value, SHORTEST_S if field.name == "step_s" else 0) or missing):
-                    raise UserError(f"{field.name} of a window is {value!r:.40}; it must be a number of 0 or more")
-            if type(w.steps) is not int or w.steps < 1:
-                raise UserError(f"steps of a window is {w.steps!r:.40}; it must be a whole number of 1 or more")
-        if any(b.at_s <= a.at_s for a, b in itertools.pairwise(values["windows"])):
-            raise UserError("windows must come in the order of their at_s")
-        soak = from_fields(cls, values, "the soak")
-        refuse_software(soak.software)
-        for name, kind, what in (("at", str, "text"), ("device", str, "text"), ("settled", bool, "true or false"),
-                                 ("on_battery", bool, "true or false")):
-            if not isinstance(getattr(soak, name), kind):
-                raise UserError(f"{name} must be {what}")
-        for name in ("minutes", "seconds"):
-            if not is_figure(getattr(soak, name)):
-                raise UserError(f"{name} must be a number of 0 or more")
-        return soak
+        schema.check_version(values, SCHEMA)
+        return schema.read(cls, values | {"cell": Cell.from_json(values.get("cell"))}, "the soak")
 
-    def to_json(self) -> dict:
-        return dataclasses.asdict(self)
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self) | {"cell": self.cell.to_json()}
 
 
-def load(path: Path, say=lambda line: None) -> list[Soak]:
+def load(path: Path, say: Say = ignore) -> list[Soak]:
     """The soaks of a file, oldest first; damage is told as probe.records.load does."""
-    return jsonl.parse(path, "soaks", jsonl.lines(path, "soaks"), Soak.from_json, say)
+    return parse_lines(path, "soaks", read_lines(path, "soaks"), Soak.from_json, say)
 
 
 def append(path: Path, soak: Soak) -> None:
     """Adds one line, on disk when this returns."""
-    jsonl.append(path, soak.to_json())
+    append_line(path, soak.to_json())
 
 
-def readings_of(looks: Sequence[dict]) -> dict:
+def readings_of(looks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A window's readings from several of nvml.readings."""
-    seen = {name: [look[name] for look in looks if look.get(name) is not None] for name in READINGS}
-    found = {name: fmean(values) for name, values in seen.items() if values and name != "throttle"}
-    if seen["throttle"]:
-        found["throttle"] = functools.reduce(operator.or_, seen["throttle"])
-    return found
+    read = {name: [look[name] for look in looks if look.get(name) is not None] for name in READINGS}
+    means = {name: fmean(values) for name, values in read.items() if values and name != "throttle"}
+    if read["throttle"]:
+        means["throttle"] = functools.reduce(operator.or_, read["throttle"])
+    return means
 
 
 def _mean_s(windows: Sequence[Window]) -> float:
@@ -200,9 +181,9 @@ def lines(soak: Soak) -> list[str]:
     out = [f"{tokens / soak.first_s:,.0f} tok/s at first, {tokens / soak.settled_s:,.0f} ({change:+.1f}%) after "
            f"{format_duration(soak.seconds)}"]
     for name, unit in (("clock_mhz", " MHz"), ("temperature_c", " degrees"), ("power_w", " W")):
-        seen = [value for w in soak.windows if (value := getattr(w, name)) is not None]
-        if seen:
-            out.append(f"{name.partition('_')[0]}: {seen[0]:.0f} to {seen[-1]:.0f}{unit} (most {max(seen):.0f})")
+        values = [value for w in soak.windows if (value := getattr(w, name)) is not None]
+        if values:
+            out.append(f"{name.partition('_')[0]}: {values[0]:.0f} to {values[-1]:.0f}{unit} (most {max(values):.0f})")
     bits = {name for w in soak.windows for bit, name in THROTTLES.items() if int(w.throttle or 0) & bit}
     if bits:
         out.append(f"slowed by: {', '.join(sorted(bits))}")

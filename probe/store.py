@@ -1,70 +1,130 @@
-"""results/<device>/: device.json, cliff.json, records.jsonl and the pictures of one device; and who may measure on it."""
+"""results/<device>/: the one place that knows what the files of a measured device are called; and who may measure on it."""
 
 import contextlib
 import dataclasses
 import os
 import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any
 
 from probe.cliff import Cliff
+from spillcliff import schema
 from spillcliff.errors import UserError
 from spillcliff.files import read_json, write_json
 from spillcliff.hardware.device import DeviceFacts
-from spillcliff.units import is_figure
+from spillcliff.schema import Number
 
 RATES = ("start_up_s", "disk_write_bytes_s", "first_copy_bytes_s", "copy_bytes_s")
-TAKEN = ("memory", "start_up_s", "first_copy_bytes_s", "copy_bytes_s")
+"""What a device does beside stepping, in device.json: seconds, and bytes per second."""
+MEASURED = ("memory", "start_up_s", "first_copy_bytes_s", "copy_bytes_s")
+"""What of it was measured with the torch and driver of that time."""
+
+Rate = Annotated[float | None, Number(1e-9)]
 
 
-def device_file(path: Path) -> dict:
-    """What was noted of a device, checked; {} if there is no such file, UserError if it is none."""
-    if not path.exists():
-        return {}
-    values = read_json(path, "device file")
-    memory, capability = values.get("memory") or {}, values.get("capability") or (0, 0)
-    if not isinstance(memory, dict) or not all(map(is_figure, memory.values())):
-        raise UserError(f"device file {path}: memory must be an object of bytes; `probe card` makes it again")
-    if not isinstance(capability, (list, tuple)) or [type(part) for part in capability] != [int, int]:
-        raise UserError(f"device file {path}: capability is {capability!r:.40}; it must be two whole numbers, or null")
-    for name in (*RATES, "total_bytes"):
-        value = values.get(name)
-        if value is not None and not is_figure(value, 1e-9):
-            raise UserError(f"device file {path}: {name} is {value!r:.40}; it must be a number above 0, or null")
-    if not isinstance(values.get("kind", "cuda"), str):
-        raise UserError(f"device file {path}: kind must be text")
-    return values
+@dataclass(frozen=True)
+class DeviceNotes:
+    """What device.json must hold where it holds it; the rest of it is for people."""
+
+    kind: str = "cuda"
+    capability: tuple[int, int] | None = None
+    memory: dict[str, Annotated[float, Number()]] | None = field(default_factory=dict)
+    total_bytes: Rate = None
+    start_up_s: Rate = None
+    disk_write_bytes_s: Rate = None
+    first_copy_bytes_s: Rate = None
+    copy_bytes_s: Rate = None
+
+
+@dataclass(frozen=True)
+class DeviceFolder:
+    """The files of one measured device by name; making one touches nothing."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The device's own."""
+        return self.path.name
+
+    @property
+    def device(self) -> Path:
+        """What the device is, and what it takes for itself."""
+        return self.path / "device.json"
+
+    @property
+    def cliff(self) -> Path:
+        """Where its memory stops being fast."""
+        return self.path / "cliff.json"
+
+    @property
+    def records(self) -> Path:
+        """A line for each measured cell."""
+        return self.path / "records.jsonl"
+
+    @property
+    def soaks(self) -> Path:
+        """A line for each soak."""
+        return self.path / "soak.jsonl"
+
+    def picture(self, series: str) -> Path:
+        """The maps of one series of cells."""
+        return self.path / f"grid-{series}.png"
+
+    def load_device(self) -> dict[str, Any]:
+        """device.json, checked; {} if there is no such file, UserError if it is none."""
+        if not self.device.exists():
+            return {}
+        values = read_json(self.device, "device file")
+        try:
+            schema.read(DeviceNotes, values)
+        except UserError as e:
+            raise UserError(f"device file {self.device}: {e}; `probe card` makes it again") from None
+        return values
+
+    def load_cliff(self) -> Cliff | None:
+        """None if it was not measured; UserError for a file that holds none."""
+        return Cliff.load(self.cliff)
+
+
+def measured_devices(results: Path) -> dict[str, DeviceFolder]:
+    """The devices that have records under `results`, by name. UserError if there is none."""
+    folders = {p.parent.name: DeviceFolder(p.parent) for p in sorted(results.glob("*/records.jsonl"))}
+    if not folders:
+        raise UserError(f"no records in {results}/*/records.jsonl; `probe grid --model 150M` measures some")
+    return folders
+
+
+def known_devices(results: Path) -> dict[str, DeviceFolder]:
+    """The devices under `results` that were looked at, by name."""
+    return {p.parent.name: DeviceFolder(p.parent) for p in sorted(results.glob("*/device.json"))}
 
 
 class Store:
-    """The folder of one device; UserError if another device of the same name has it."""
+    """The folder of the device at hand, made; UserError if another device of the same name has it."""
 
-    def __init__(self, results: Path, facts: DeviceFacts, extra: dict) -> None:
-        self.folder = results / facts.fingerprint
-        self.records = self.folder / "records.jsonl"
-        self.cliff_file = self.folder / "cliff.json"
-        self.soaks = self.folder / "soak.jsonl"
-        self._path = self.folder / "device.json"
-        self.device = {"schema": 1, **dataclasses.asdict(facts), **extra}
-        if old := device_file(self._path):
+    def __init__(self, results: Path, facts: DeviceFacts, extra: dict[str, Any]) -> None:
+        self.folder = DeviceFolder(results / facts.fingerprint)
+        self.device: dict[str, Any] = {"schema": 1, **dataclasses.asdict(facts), **extra}
+        if old := self.folder.load_device():
             size = old.get("total_bytes")
             if size and abs(size / facts.total_bytes - 1) > 0.02:
-                raise UserError(f"{self.folder} was measured on a {facts.name} with {size / 1e9:.1f} GB, and this one has "
+                raise UserError(f"{self.folder.path} was measured on a {facts.name} with {size / 1e9:.1f} GB, and this one has "
                                 f"{facts.total_bytes / 1e9:.1f} GB; keep them apart with --results DIR")
             if all(old.get(name) == getattr(facts, name) for name in ("torch", "cuda", "driver")):
-                self.device |= {k: old[k] for k in TAKEN if k in old}  # another build's must be measured again
-        write_json(self._path, self.device)
+                self.device |= {k: old[k] for k in MEASURED if k in old}  # another build's must be measured again
+        write_json(self.folder.device, self.device)
 
-    def keep(self, taken: dict) -> None:
-        """Notes what a run takes beside its step: see probe.grid.bench.takes."""
-        self.device |= taken
-        write_json(self._path, self.device)
-
-    def cliff(self) -> Cliff | None:
-        return Cliff.load(self.cliff_file)
+    def keep(self, values: dict[str, Any]) -> None:
+        """Notes what a run takes beside its step: see probe.grid.session.measure_overheads."""
+        self.device |= values
+        write_json(self.folder.device, self.device)
 
 
 @contextlib.contextmanager
-def alone(facts: DeviceFacts):
+def only_probe_on(facts: DeviceFacts) -> Iterator[None]:
     """Holds the device against other probes of this user, as long as this process lives; UserError if one has it."""
     from filelock import FileLock, Timeout
 

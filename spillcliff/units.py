@@ -6,13 +6,12 @@ Sizes shown to people are decimal (1 GB = 1e9 bytes); binary suffixes (GiB) are 
 import re
 
 from spillcliff.errors import UserError
+from spillcliff.schema import MOST
 
 _COUNT = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _BYTES = {"": 1, "b": 1, "k": 1e3, "kb": 1e3, "m": 1e6, "mb": 1e6, "g": 1e9, "gb": 1e9, "t": 1e12, "tb": 1e12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _HOURS = {"": 1.0, "h": 1.0, "m": 1 / 60, "min": 1 / 60, "s": 1 / 3600, "d": 24.0}
-MOST = 1e18
-"""From here on no size, count or duration exists: a hundred times the bytes and tokens of all books and web pages."""
 _NUMBER = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?|\.[0-9]+)(?:e([0-9]+))?\s*([a-zA-Z]*)\s*$")
 
 
@@ -24,11 +23,6 @@ def _parse(text: str, scale: dict, thing: str, example: str) -> float:
     if not 0 < value < MOST:
         raise UserError(f"{thing} {text!r:.60} must be above zero and of a size that exists; write it like {example}")
     return value
-
-
-def is_figure(value: object, low: float = 0.0) -> bool:
-    """Whether a value that was read is a number of `low` or more, and of a size that exists."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value < MOST
 
 
 def parse_count(text: str, thing: str = "count") -> int:

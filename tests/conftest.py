@@ -18,7 +18,7 @@ from probe.cell import Cell
 from probe.cliff import Cliff
 from probe.records import Record
 from spillcliff.hardware import nvml
-from spillcliff.stop import SIGNALS
+from spillcliff.console import STOP_SIGNALS
 from trainer.config import ModelConfig, OptimizerConfig, StepConfig
 from trainer.data.tokens import dtype_for, write_sidecar
 from trainer.plan import Plan, Predicted, Span
@@ -97,7 +97,7 @@ def refused(command):
 def called(monkeypatch, capsys):
     """Runs a command in this process, where starting one of its own would show nothing more: (exit code, stdout, stderr)."""
     def run(folder, name, *arguments):
-        before = {number: signal.getsignal(number) for number in SIGNALS}
+        before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
         capsys.readouterr()

@@ -22,7 +22,7 @@ from trainer.data.tokens import dtype_for, write_sidecar
 from trainer.plan import Plan, Predicted, Span
 from trainer.run import loop
 from trainer.run.distributed import Team
-from trainer.run.log import RunFolder
+from trainer.run_folder import RunFolder
 
 SPAN = Span(1.0, 2.0, 3.0)
 STEPS = 90

@@ -18,7 +18,7 @@ from trainer.data import tokens
 from trainer.data.tokens import Tokens, scan_file
 from trainer.plan import Predicted, Span
 from trainer.run import preflight, preflight_facts
-from trainer.run.log import RunFolder
+from trainer.run_folder import RunFolder
 
 ANY = Span(1.0, 2.0, 3.0)
 PLAN = dataclasses.replace(make_plan("card-a"), predicted=Predicted(ANY, Span(3.9e9, 4e9, 4.1e9), ANY),

@@ -250,9 +250,9 @@ def test_a_closed_pipe_is_no_error(home):
 
 
 def test_a_run_whose_reader_has_gone_goes_on_to_its_receipt(home):
-    subprocess.run(f"'{sys.executable}' -m trainer.cli --plan plan.json --data text.bin --run unread | head -2", shell=True,
+    subprocess.run(f"'{sys.executable}' -m trainer.cli --plan plan.json --data text.bin --run survives_closed_pipe | head -2", shell=True,
                    cwd=home, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
-    assert (home / "unread/receipt.json").exists()
+    assert (home / "survives_closed_pipe/receipt.json").exists()
 
 
 def test_tables_fit_80_columns(home):

@@ -344,11 +344,11 @@ def test_a_datasets_folder_is_read_and_its_copies_are_not_counted(tmp_path):
 
 def test_a_plan_s_data_may_be_shards_with_others_to_validate(tmp_path):
     plan = make_plan("cpu-x", ModelConfig.named("1M", 500), StepConfig(2, 32))
-    held_back = llm_c(tmp_path / "held.bin", IDS[:200])
-    tokens, held = open_data(plan, [shards(tmp_path) / "*train*"], [held_back])
+    validation_tokens = llm_c(tmp_path / "held.bin", IDS[:200])
+    tokens, held = open_data(plan, [shards(tmp_path) / "*train*"], [validation_tokens])
     assert len(held.ids) == 200 and len(tokens.ids) == 4000
     with pytest.raises(UserError, match="held.bin is in both --data and --val"):
-        open_data(plan, [tmp_path], [held_back])
+        open_data(plan, [tmp_path], [validation_tokens])
 
 
 def test_plan_and_audit_take_a_flat_file(tmp_path, command, refused):

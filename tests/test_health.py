@@ -21,7 +21,7 @@ from probe.health.run_log import Diary, Page
 from probe.health.utilization import Sample
 from trainer.config import StepConfig
 from trainer.plan import Plan
-from trainer.run.log import RunFolder
+from trainer.run_folder import RunFolder
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 ME = Peer(10, 0.9, 900_000_000, "itself")

@@ -18,7 +18,7 @@ from trainer.data.dataset import changes, identity, open_data
 from trainer.data.pairs import Pairs
 from trainer.model.decoder import rope_angles
 from trainer.plan import Plan
-from trainer.run.distributed import Seat
+from trainer.ranks import Seat
 from trainer.run.step import TrainStep
 from trainer.tokenize import chat, pairs, tokenizer
 from trainer.tokenize.pairs import cut, pack, tokenize_pairs

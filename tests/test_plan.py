@@ -6,7 +6,7 @@ import pytest
 
 from spillcliff.errors import UserError
 from trainer.config import ModelConfig, OptimizerConfig, StepConfig
-from trainer.plan import SCHEMA, Plan, Predicted, Span, held_back, is_due, times_due
+from trainer.plan import SCHEMA, Plan, Predicted, Span, validation_tokens, is_due, times_due
 
 SPAN = Span(1.0, 2.0, 3.0)
 PLAN = Plan(SCHEMA, "2026-01-01T00:00:00+00:00", "cpu-x", ModelConfig.named("1M", 500), StepConfig(2, 16), 1000, 1, 32,
@@ -61,7 +61,7 @@ def test_evaluations_are_at_the_start_by_cadence_and_at_the_end():
 
 
 def test_what_is_held_back_is_a_hundredth_within_bounds():
-    assert held_back(1_000_000, StepConfig(4, 512)) == 10_000
-    assert held_back(1000, StepConfig(4, 512)) == 513
-    assert held_back(100_000, StepConfig(4, 512)) == 2049  # a whole batch, where a hundredth has less
-    assert held_back(10**9, StepConfig(4, 512)) == 16 * 4 * 512 + 1
+    assert validation_tokens(1_000_000, StepConfig(4, 512)) == 10_000
+    assert validation_tokens(1000, StepConfig(4, 512)) == 513
+    assert validation_tokens(100_000, StepConfig(4, 512)) == 2049  # a whole batch, where a hundredth has less
+    assert validation_tokens(10**9, StepConfig(4, 512)) == 16 * 4 * 512 + 1

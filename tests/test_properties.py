@@ -36,11 +36,12 @@ from spillcliff.errors import NoPlan, UserError
 from spillcliff.files import write_json
 from spillcliff.hardware.device import facts
 from trainer import checkpoint
-from trainer.config import StepConfig, refuse_update
+from trainer.config import StepConfig, update_refusal
 from trainer.data.tokens import Tokens, scan_file, sidecar, write_sidecar
 from trainer.plan import Plan, eval_batches, is_due, times_due
 from trainer.run import preflight
-from trainer.run.log import Meter, RunFolder, default_run, describe, live_line, receipt, receipt_rows
+from trainer.run.log import Meter, describe, live_line, receipt, receipt_rows
+from trainer.run_folder import RunFolder, default_run
 from trainer.schedule import lr
 
 SOFTWARE = {"torch": "2.13.0", "cuda": "12.6", "driver": "560.94", "python": "3.12.3", "platform": "Windows",
@@ -94,7 +95,7 @@ def test_a_plan(folder, data):
     paper = receipt(plan, meter, {"device_peak_bytes": 10**9}, 100.0, {})
     assert len(receipt_rows(paper)) == 3 and json.dumps(paper)
     assert eval_batches(plan.corpus_tokens, plan.step) >= 1 and times_due(plan.steps, plan.eval) >= 2
-    assert is_due(plan.steps, plan.steps, plan.checkpoint) and refuse_update(plan.step, plan.optimizer) is None
+    assert is_due(plan.steps, plan.steps, plan.checkpoint) and update_refusal(plan.step, plan.optimizer) is None
     warm = plan.optimizer.warmup_steps
     for step in (0, 1, warm - 1, warm, plan.steps // 2, plan.steps - 1):
         assert 0 <= lr(max(0, step), plan.steps, plan.optimizer) <= plan.optimizer.lr

@@ -14,7 +14,7 @@ from test_soak import soak, windows
 from planner.report.page_data import pick_of
 from spillcliff import jsonl
 from spillcliff.files import write_json
-from spillcliff.hardware.device import cpu_name, slug
+from spillcliff.hardware.fingerprints import cpu_name, slug
 from trainer.config import ModelConfig
 from trainer.plan import Plan
 
@@ -93,7 +93,7 @@ def test_past_runs_are_shown_and_counted(command, home):
 def test_a_soak_is_counted(command, home):
     before, _ = ask(command, "--corpus", "100M", "--model", "150M")
     warm = soak(windows(10, lambda t: 0.9 if t <= 20 else 1.0), device=GTX, software={})
-    jsonl.append(home / "results" / GTX / "soak.jsonl", warm.to_json())
+    append_line(home / "results" / GTX / "soak.jsonl", warm.to_json())
     after, words = ask(command, "--corpus", "100M", "--model", "150M")
     assert after["predicted"]["hours"]["mid"] == pytest.approx(before["predicted"]["hours"]["mid"] / 0.9, rel=0.01)
     assert "soak" in words

@@ -17,7 +17,8 @@ from probe.grid.bench import soaked
 from probe.soak import Soak, Window, append, lines, load, readings_of, settled
 from probe.verdict import Outcome
 from spillcliff.errors import NoPlan, UserError
-from spillcliff.hardware.device import DeviceFacts, cpu_name, slug
+from spillcliff.hardware.device import DeviceFacts
+from spillcliff.hardware.fingerprints import cpu_name, slug
 
 HERE = slug(f"cpu {cpu_name()}")
 FACTS = DeviceFacts(HERE, "AMD", "cpu", 1, None, 2, "test", "2.11", None, None, "3.11", "linux", "")

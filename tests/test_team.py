@@ -21,7 +21,7 @@ from trainer import checkpoint
 from trainer.config import StepConfig
 from trainer.data.tokens import Tokens
 from trainer.plan import Plan
-from trainer.run.distributed import Seat
+from trainer.ranks import Seat
 
 ROUNDING = 1e-4
 """Of a loss, where sums are taken in another order: 1e-6 after 90 steps here, where another batch makes it 1e-1."""

@@ -11,7 +11,8 @@ from spillcliff.errors import UserError
 from trainer.config import OptimizerConfig, StepConfig
 from trainer.data.dataset import open_data
 from trainer.data.tokens import Tokens
-from trainer.run.log import Meter, RunFolder, live_line
+from trainer.run.log import Meter, live_line
+from trainer.run_folder import RunFolder
 from trainer.run.step import TrainStep
 from trainer.run.timing import StepTimes
 from trainer.tokenize.corpus import tokenize

@@ -7,10 +7,16 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from spillcliff.errors import UserError, is_out_of_memory
-from spillcliff.files import read_json, write_json
-from spillcliff.units import format_bytes, is_figure
+from spillcliff.files import Say, ignore, read_json, write_json
+from spillcliff.schema import is_number, is_whole
+from spillcliff.units import format_bytes
+from trainer.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KEEP = 2
 """Newest ones kept, beside the best: one to go on from, one in case the newest is damaged."""
@@ -20,12 +26,12 @@ STATE, FACTS = "state.safetensors", "state.json"
 CHUNK = 1 << 22
 
 
-def save(run: Path, step: int, tensors: dict, facts: dict) -> Path:
-    """Writes checkpoints/step-N and removes all but the newest KEEP and the one of the lowest `val_loss`; UserError if the
-    disk doesn't take it, and then those before it are still there."""
+def save(run: RunFolder, step: int, tensors: dict[str, "Tensor"], facts: dict) -> Path:
+    """Writes the checkpoint of `step` and removes all but the newest KEEP and the one of the lowest `val_loss`; UserError if
+    the disk doesn't take it, and then those before it are still there."""
     from safetensors.torch import save_file
 
-    folder = run / "checkpoints" / f"step-{step:08d}"
+    folder = run.checkpoint(step)
     temporary = folder.with_name(folder.name + ".tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -36,27 +42,28 @@ def save(run: Path, step: int, tensors: dict, facts: dict) -> Path:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary / STATE)
         with open(temporary / STATE, "rb+") as f:
             os.fsync(f.fileno())
-        write_json(temporary / FACTS, _sealed({"step": step, **facts, "files": {STATE: _digest(temporary / STATE)}}))
+        write_json(temporary / FACTS, _sealed({"step": step, **facts, "files": {STATE: _sha256(temporary / STATE)}}))
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(temporary, folder)
         _flush_folder(folder.parent)
     except Exception as e:  # safetensors has an error type of its own for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"can't write checkpoint {folder}: {getattr(e, 'strerror', None) or e}") from None
-    _prune(run, folder)
+    _prune(run, step)
     return folder
 
 
 def _sealed(values: dict) -> dict:
+    """The values with a checksum over them."""
     return values | {"sha256": hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()}
 
 
-def _digest(path: Path) -> str:
-    found = hashlib.sha256()
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
     with open(path, "rb") as f:
-        while piece := f.read(CHUNK):
-            found.update(piece)
-    return found.hexdigest()
+        while chunk := f.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _flush_folder(folder: Path) -> None:
@@ -69,33 +76,27 @@ def _flush_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def _prune(run: Path, written: Path) -> None:
-    """Keeps the newest KEEP up to the one just `written`: later ones were broken and passed over by a resume."""
-    found = _all(run)
-    losses = _losses(found)
-    best = min(losses, key=losses.get, default=None)
-    left_behind = (run / "checkpoints").glob("step-*.tmp")  # by a process that was killed while it wrote
-    until = found.index(written) + 1
-    for old in [*found[:max(0, until - KEEP)], *found[until:], *left_behind]:
-        if old != best:
-            shutil.rmtree(old, ignore_errors=True)
+def _prune(run: RunFolder, written: int) -> None:
+    """Keeps the newest KEEP up to the step just `written`: later ones were broken and passed over by a resume."""
+    steps = run.checkpoint_steps()
+    losses = _losses(run)
+    best = min(losses, key=losses.__getitem__, default=None)
+    kept = {*[step for step in steps if step <= written][-KEEP:], best}
+    for path in [*(run.checkpoint(step) for step in steps if step not in kept), *run.unfinished_checkpoints()]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def _losses(folders: list[Path]) -> dict[Path, float]:
-    """The validation loss of each that has one."""
+def _losses(run: RunFolder) -> dict[int, float]:
+    """The validation loss of each checkpoint that has one, by step."""
     losses = {}
-    for folder in folders:
+    for step in run.checkpoint_steps():
         try:
-            loss = read_json(folder / FACTS, "checkpoint").get("val_loss")
+            loss = read_json(run.checkpoint(step) / FACTS, "checkpoint").get("val_loss")
         except UserError:
             continue
-        if is_figure(loss):
-            losses[folder] = loss
+        if is_number(loss):
+            losses[step] = loss
     return losses
-
-
-def _all(run: Path) -> list[Path]:
-    return sorted(p for p in (run / "checkpoints").glob("step-*") if p.suffix != ".tmp")
 
 
 def check(folder: Path) -> dict:
@@ -104,31 +105,39 @@ def check(folder: Path) -> dict:
     seal = values.pop("sha256", None)
     if _sealed(values)["sha256"] != seal:
         raise UserError(f"{FACTS} is not what was written")
-    files, step = values.get("files"), values.get("step")
-    if not isinstance(files, dict) or STATE not in files or type(step) is not int or step < 0:
+    files = values.get("files")
+    if not isinstance(files, dict) or STATE not in files or not is_whole(values.get("step")):
         raise UserError(f"{FACTS} is of something else: it lacks a step, or the checksum of {STATE}")
-    for name, digest in files.items():
+    for name, expected in files.items():
         try:
-            found = _digest(folder / name)
+            digest = _sha256(folder / name)
         except OSError as e:
             raise UserError(f"{name}: {e.strerror or e}") from None
-        if found != digest:
+        if digest != expected:
             raise UserError(f"{name} is not what was written")
     return values
 
 
-def newest(run: Path, say=lambda line: None) -> tuple[dict, Path]:
-    """(facts, folder) of the newest checkpoint of a run that is whole; `say` names each broken one that was passed over.
-    UserError if there is none."""
-    for folder in reversed(_all(run)):
+def _first_whole(run: RunFolder, steps: list[int], say: Say) -> tuple[dict, Path] | None:
+    """(facts, folder) of the first of `steps` whose checkpoint is whole; `say` names each broken one before it."""
+    for step in steps:
+        folder = run.checkpoint(step)
         try:
             return check(folder), folder
         except UserError as e:
             say(f"checkpoint {folder.name} is broken and passed over: {e}")
-    raise UserError(f"run {run} has no usable checkpoint")
+    return None
 
 
-def last_good(run: Path) -> str:
+def newest(run: RunFolder, say: Say = ignore) -> tuple[dict, Path]:
+    """(facts, folder) of the newest checkpoint of a run that is whole; `say` names each broken one that was passed over.
+    UserError if there is none."""
+    if whole := _first_whole(run, run.checkpoint_steps()[::-1], say):
+        return whole
+    raise UserError(f"run {run.path} has no usable checkpoint")
+
+
+def last_good(run: RunFolder) -> str:
     """The newest whole checkpoint in words."""
     try:
         return str(newest(run)[1])
@@ -136,30 +145,25 @@ def last_good(run: Path) -> str:
         return "the start, since there is no checkpoint yet,"
 
 
-def chosen(run: Path, which: str, say=lambda line: None) -> tuple[dict, Path]:
+def select(run: RunFolder, which: str, say: Say = ignore) -> tuple[dict, Path]:
     """(facts, folder) of a run's "newest", "best" (by validation loss) or "step-N" checkpoint; broken ones are passed over
     as by `newest`. UserError if there is none such."""
     if which == "newest":
         return newest(run, say)
     if which == "best":
-        losses = _losses(_all(run))
-        for folder in sorted(losses, key=lambda f: (losses[f], f)):
-            try:
-                return check(folder), folder
-            except UserError as e:
-                say(f"checkpoint {folder.name} is broken and passed over: {e}")
-        return newest(run, say)
-    number = which.removeprefix("step-")
-    found = {int(n): f for f in _all(run) if (n := f.name.removeprefix("step-")).isdigit()}
+        losses = _losses(run)
+        return _first_whole(run, sorted(losses, key=lambda step: (losses[step], step)), say) or newest(run, say)
+    steps, number = run.checkpoint_steps(), which.removeprefix("step-")
     if number == which or not (number.isascii() and number.isdigit()):
-        raise UserError(f"--checkpoint {which!r} must be best, newest or step-N, such as step-{max(found, default=100)}")
-    if int(number) not in found:
-        there = ", ".join(f"step-{n}" for n in found) or "no checkpoint"
-        raise UserError(f"run {run} has no checkpoint of step {int(number)}; there is {there}")
+        raise UserError(f"--checkpoint {which!r} must be best, newest or step-N, such as step-{max(steps, default=100)}")
+    if int(number) not in steps:
+        have = ", ".join(f"step-{step}" for step in steps) or "no checkpoint"
+        raise UserError(f"run {run.path} has no checkpoint of step {int(number)}; there is {have}")
+    folder = run.checkpoint(int(number))
     try:
-        return check(found[int(number)]), found[int(number)]
+        return check(folder), folder
     except UserError as e:
-        raise UserError(f"checkpoint {found[int(number)]} is broken: {e}") from None
+        raise UserError(f"checkpoint {folder} is broken: {e}") from None
 
 
 class Tensors:
@@ -171,7 +175,8 @@ class Tensors:
         self._file = safe_open(folder / STATE, "pt")
         self.names = list(self._file.keys())
 
-    def __getitem__(self, name: str):
+    def __getitem__(self, name: str) -> "Tensor":
+        """KeyError if there is no such tensor."""
         if name not in self.names:
             raise KeyError(name)
         return self._file.get_tensor(name)
@@ -180,16 +185,18 @@ class Tensors:
 class Saver:
     """Writes the checkpoints of a run while it goes on: from a card the step waits for the copy to host memory alone. On a
     processor it waits for the disk too, since a copy there would take as much again of the memory that the plan counts.
-    `write_s` are the seconds that the disk took so far, `held_s` those that `save` and `wait` took of the run; `failures`
-    are told by `say` and counted, and the run goes on."""
+    `write_s` are the seconds that the disk took so far, `blocked_s` those that `save` and `wait` took of the run; `failures`
+    are told by `say` and counted, and the run goes on; `last_failure` is why the last one failed, None if it did not."""
 
-    def __init__(self, run: Path, say) -> None:
-        self.write_s = self.held_s = 0.0
-        self.failures, self.last_failed = 0, None
-        self._run, self._say, self._host = run, say, {}
+    def __init__(self, run: RunFolder, say: Say) -> None:
+        self.write_s = self.blocked_s = 0.0
+        self.failures = 0
+        self.last_failure: str | None = None
+        self._run, self._say = run, say
+        self._host: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
 
-    def save(self, step: int, tensors: dict, facts: dict) -> None:
+    def save(self, step: int, tensors: dict[str, "Tensor"], facts: dict[str, Any]) -> None:
         begin = time.perf_counter()
         self._join()
         if all(tensor.device.type == "cpu" for tensor in tensors.values()):
@@ -197,15 +204,15 @@ class Saver:
         elif self._copy(tensors):
             self._thread = threading.Thread(target=self._write, args=(step, self._host, facts))
             self._thread.start()
-        self.held_s += time.perf_counter() - begin
+        self.blocked_s += time.perf_counter() - begin
 
     def wait(self) -> None:
         """Returns when the last one is on disk, or has failed."""
         begin = time.perf_counter()
         self._join()
-        self.held_s += time.perf_counter() - begin
+        self.blocked_s += time.perf_counter() - begin
 
-    def _copy(self, tensors: dict) -> bool:
+    def _copy(self, tensors: dict[str, "Tensor"]) -> bool:
         """Whether the host has taken a copy; where it has no memory for one that is a failure like a full disk's."""
         import torch
 
@@ -223,7 +230,7 @@ class Saver:
         return True
 
     def _fail(self, why: str) -> None:
-        self.failures, self.last_failed = self.failures + 1, why
+        self.failures, self.last_failure = self.failures + 1, why
         self._say(f"{why}; the run goes on, and the checkpoints before it are still there")
 
     def _join(self) -> None:
@@ -231,11 +238,11 @@ class Saver:
             self._thread.join()
             self._thread = None
 
-    def _write(self, step: int, tensors: dict, facts: dict) -> None:
+    def _write(self, step: int, tensors: dict[str, "Tensor"], facts: dict[str, Any]) -> None:
         begin = time.perf_counter()
         try:
             save(self._run, step, tensors, facts)
-            self.last_failed = None
+            self.last_failure = None
         except Exception as e:  # whatever it was, a thread must not take it with it
             self._fail(str(e))
         self.write_s += time.perf_counter() - begin

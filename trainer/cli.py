@@ -1,87 +1,30 @@
-"""The command `train`, and what the three commands share: how they begin and end, and their common options."""
+"""The command `train`."""
 
-import atexit
-import os
-import signal
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from spillcliff.errors import Refused, UserError
-from spillcliff.live import GONE, unread
-from spillcliff.output import Output
-from spillcliff.stop import SIGNALS
+from spillcliff.cli import HELP, PATH, column_option, device_option, dtype_option, json_option, run_command
+from spillcliff.console import LiveLine, Output
+from spillcliff.errors import Refused
 
-HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-
-
-def guarded(command: click.Command, name: str) -> None:
-    """Runs a command and leaves with the contract's exit code; an expected failure is one line on stderr."""
-    def interrupt(signum, frame):
-        raise KeyboardInterrupt
-
-    for number in SIGNALS:
-        if signal.getsignal(number) == signal.SIG_DFL:  # what is ignored from the start (nohup) stays so
-            signal.signal(number, interrupt)
-    for stream in (sys.stdout, sys.stderr):  # a console of an old code page must not end a run over one character
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-    try:
-        code = command.main(prog_name=name, standalone_mode=False)
-    except UserError as e:
-        code = _fail(str(e), e.exit_code)
-    except click.ClickException as e:
-        code = _fail(e.format_message(), 2)
-    except (KeyboardInterrupt, click.Abort):
-        _leave_interrupted()
-    except OSError as e:  # click ends the line on stderr after an interrupt: with the terminal closed it can't
-        if e.errno not in GONE or not isinstance(e.__context__, KeyboardInterrupt):
-            raise
-        _leave_interrupted()
-    sys.exit(code if isinstance(code, int) else 0)
-
-
-def _leave_interrupted() -> None:
-    """Not by sys.exit: had it come in the middle of an exec (a dataclass being made), CPython would end by SIGINT."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with unread(stream):
-            stream.flush()
-    os._exit(130)
-
-
-def _fail(message: str, code: int) -> int:
-    print("error: " + " ".join(message.split()), file=sys.stderr)
-    return code
-
-
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, words on stderr.")
-device_option = click.option("--device", metavar="D",
-                             help="cuda, cuda:1, cpu, mps, xpu, or a name under results/.  [default: the best here]")
-data_option = click.option("--data", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
+data_option = click.option("--data", multiple=True, type=PATH, metavar="FILE",
                            help="Token file, folder or pattern to train on; may be repeated.")
-val_option = click.option("--val", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
+val_option = click.option("--val", multiple=True, type=PATH, metavar="FILE",
                           help="The same to validate on.  [default: the last hundredth of --data]")
-dtype_option = click.option("--dtype", type=click.Choice(["uint16", "uint32"]),
-                            help="Of a flat token file.  [default: told by its content]")
-column_option = click.option("--column", metavar="NAME", help="Of a Parquet or Arrow file.  [default: input_ids, tokens, "
-                                                              "ids or the only one of ids]")
 
 
 @click.group(invoke_without_command=True, context_settings=HELP, no_args_is_help=True)
-@click.option("--plan", "plan_path", type=click.Path(path_type=Path), metavar="FILE", help="The plan to run.")
+@click.option("--plan", "plan_path", type=PATH, metavar="FILE", help="The plan to run.")
 @data_option
 @val_option
 @dtype_option
 @column_option
-@click.option("--run", "run_path", type=click.Path(path_type=Path), metavar="DIR",
+@click.option("--run", "run_path", type=PATH, metavar="DIR",
               help="The run's folder.  [default: results/runs/MODEL-TIME]")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --run.")
-@click.option("--from", "source_path", type=click.Path(path_type=Path), metavar="DIR",
+@click.option("--from", "source_path", type=PATH, metavar="DIR",
               help="Start from the weights of a run, an exported folder or a Llama-like Hugging Face one.")
 @click.option("--sample", "prompts", multiple=True, metavar="TEXT",
               help="After each evaluation, show how the model goes on from this; may be repeated.")
@@ -105,19 +48,20 @@ def cli(ctx, plan_path, data, val, dtype, column, run_path, resume, source_path,
         raise click.UsageError("a run needs --plan FILE and --data FILE; `plan` and `train tokenize` make them")
     if resume and run_path is None:
         raise click.UsageError("--resume needs --run DIR, the folder of the run to go on with")
-    from trainer.run.start import Start, launch
+    from trainer.run.start import StartOptions, start
 
-    launch(Start(plan_path, data, val, dtype, column, run_path, resume, source_path, prompts, tensorboard, dry_run,
-                 allow_battery, device), as_json)
+    start(StartOptions(
+        plan=plan_path, data=data, val=val, dtype=dtype, column=column, run=run_path, resume=resume, source=source_path,
+        prompts=prompts, tensorboard=tensorboard, dry_run=dry_run, allow_battery=allow_battery, device=device), as_json)
 
 
 @cli.command(context_settings=HELP)
-@click.option("--plan", "plan_path", required=True, type=click.Path(path_type=Path), metavar="FILE", help="The plan to run.")
+@click.option("--plan", "plan_path", required=True, type=PATH, metavar="FILE", help="The plan to run.")
 @data_option
 @val_option
 @dtype_option
 @column_option
-@click.option("--run", "run_path", type=click.Path(path_type=Path), metavar="DIR",
+@click.option("--run", "run_path", type=PATH, metavar="DIR",
               help="The folder that the run would have.  [default: results/runs/MODEL-TIME]")
 @click.option("--allow-battery", is_flag=True, help="Only warn of a battery.")
 @device_option
@@ -125,17 +69,18 @@ def cli(ctx, plan_path, data, val, dtype, column, run_path, resume, source_path,
 def audit(plan_path, data, val, dtype, column, run_path, allow_battery, device, as_json) -> None:
     """Go through what a run of the plan would meet here, as every start does; exit 4 if something refuses."""
     from trainer.plan import Plan
-    from trainer.run import preflight as checklist
-    from trainer.run.log import default_run
-    from trainer.run.preflight_facts import examine
+    from trainer.run import preflight
+    from trainer.run.preflight_facts import gather_for_audit
+    from trainer.run_folder import RunFolder, new_run_folder
 
     if val and not data:
         raise click.UsageError("--val needs --data FILE, the tokens to train on")
     out, plan = Output(as_json), Plan.load(plan_path)
-    findings = checklist.judge(examine(plan, data, val, run_path or default_run(Path("results"), plan), device,
-                                       allow_battery, dtype=dtype, column=column, say=out.say))
-    refusal = checklist.refusal(findings)
-    for line in checklist.lines(findings):
+    folder = RunFolder(run_path) if run_path else new_run_folder(Path("results"), plan)
+    findings = preflight.check(gather_for_audit(plan, data, val, folder, device, allow_battery, dtype=dtype, column=column,
+                                                say=out.say))
+    refusal = preflight.refusal(findings)
+    for line in preflight.lines(findings):
         out.say(line)
     out.result({"findings": [asdict(f) for f in findings], "refused": refusal is not None})
     if refusal:
@@ -143,17 +88,17 @@ def audit(plan_path, data, val, dtype, column, run_path, allow_battery, device, 
 
 
 @cli.command(context_settings=HELP)
-@click.argument("texts", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TEXT...")
-@click.option("--out", "out_path", required=True, type=click.Path(path_type=Path), metavar="FILE",
+@click.argument("texts", nargs=-1, required=True, type=PATH, metavar="TEXT...")
+@click.option("--out", "out_path", required=True, type=PATH, metavar="FILE",
               help="Token file to write.")
 @click.option("--vocab", default="32000", show_default=True, metavar="N", help="Entries of the tokenizer to train.")
-@click.option("--tokenizer", "tokenizer_path", type=click.Path(path_type=Path), metavar="FILE",
+@click.option("--tokenizer", "tokenizer_path", type=PATH, metavar="FILE",
               help="Use this tokenizer.json instead of training one.")
 @click.option("--field", metavar="NAME", help="Of JSONL, the field that holds the text.  [default: text or content]")
 @click.option("--end", metavar="TOKEN", help="What ends a document.  [default: the tokenizer's own end of text]")
 @click.option("--val-share", default=0.0, type=click.FloatRange(0, 0.5), metavar="X",
               help="Hold this share of the documents back to validate on, in OUT.val.")
-@click.option("--val", multiple=True, type=click.Path(path_type=Path), metavar="TEXT",
+@click.option("--val", multiple=True, type=PATH, metavar="TEXT",
               help="Texts to validate on, tokenized into OUT.val.")
 @click.option("--pairs", "are_pairs", is_flag=True,
               help="TEXT is JSONL of prompts and answers, or of chats: the loss will be on the answers.")
@@ -183,18 +128,17 @@ def tokenize(ctx, texts, out_path, vocab, tokenizer_path, field, end, val_share,
         return
     if length is not None or packed:
         raise click.UsageError("--length and --packed go with --pairs")
-    from spillcliff.live import Live
     from trainer.tokenize.corpus import tokenize as write
 
-    with Live(out.console()) as live:
+    with LiveLine(out.console()) as live:
         facts = write(texts, out_path, parse_count(vocab, "--vocab"), tokenizer_path, field, end, val_share, val, live.say,
                       live.update)
     out.result(facts)
 
 
 @cli.command(context_settings=HELP)
-@click.option("--run", "run_path", type=click.Path(path_type=Path), metavar="DIR", help="The run's folder.")
-@click.option("--from", "folder", type=click.Path(path_type=Path), metavar="DIR",
+@click.option("--run", "run_path", type=PATH, metavar="DIR", help="The run's folder.")
+@click.option("--from", "folder", type=PATH, metavar="DIR",
               help="Instead of --run: an exported folder, or a Llama-like Hugging Face one.")
 @click.option("--prompt", "prompts", required=True, multiple=True, metavar="TEXT",
               help="How the text begins; several are written at once.")
@@ -210,18 +154,22 @@ def tokenize(ctx, texts, out_path, vocab, tokenizer_path, field, end, val_share,
 @json_option
 def sample(run_path, folder, prompts, count, most, temperature, top_k, top_p, seed, device, as_json) -> None:
     """Write text with a run's newest checkpoint or an exported folder, shown as it comes."""
-    from spillcliff.hardware.device import resolve
+    from spillcliff.hardware.device import resolve_device
 
     if (run_path is None) == (folder is None):
         raise click.UsageError("a sample needs either --run DIR, a run's folder, or --from DIR, an exported one")
     if not (temperature >= 0 and top_p >= 0):
         raise click.UsageError(f"--temperature {temperature} and --top-p {top_p} must be numbers of 0 or more")
-    where = resolve(device)
-    from trainer.model.generate import Draw
-    from trainer.run.sample import Writer, printable, write
+    torch_device = resolve_device(device)
+    from trainer.model.generate import Sampling
+    from trainer.run.sample import TextModel, printable, write_texts
+    from trainer.run_folder import RunFolder
 
     out = Output(as_json)
-    writer = Writer.of_run(run_path, where, out.say) if run_path else Writer.of_folder(folder, where)
+    if run_path:
+        model = TextModel.of_run(RunFolder(run_path), torch_device, out.say)
+    else:
+        model = TextModel.of_folder(folder, torch_device)
     begins = [prompt for prompt in prompts for _ in range(count)]
     is_alone = len(begins) == 1 and not as_json
 
@@ -231,8 +179,8 @@ def sample(run_path, folder, prompts, count, most, temperature, top_k, top_p, se
 
     if is_alone:
         out.say(printable(begins[0]), end="")
-    texts = write(writer, begins, most, Draw(temperature, top_k, top_p, seed), show,
-                  lambda line: click.echo(line, err=True))
+    texts = write_texts(model, begins, most, Sampling(temperature, top_k, top_p, seed), show,
+                        lambda line: click.echo(line, err=True))
     if is_alone:
         out.say()
     elif not as_json:
@@ -242,8 +190,8 @@ def sample(run_path, folder, prompts, count, most, temperature, top_k, top_p, se
 
 
 @cli.command(context_settings=HELP)
-@click.option("--run", "run_path", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The run's folder.")
-@click.option("--out", "out_path", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Folder to write.")
+@click.option("--run", "run_path", required=True, type=PATH, metavar="DIR", help="The run's folder.")
+@click.option("--out", "out_path", required=True, type=PATH, metavar="DIR", help="Folder to write.")
 @click.option("--checkpoint", "which", default="best", show_default=True, metavar="best|newest|step-N",
               help="Which one: best is by validation loss.")
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]),
@@ -253,38 +201,39 @@ def export(run_path, out_path, which, dtype, as_json) -> None:
     """Write a run's model as a folder that Hugging Face's transformers loads (LlamaForCausalLM, AutoTokenizer)."""
     from spillcliff.units import format_bytes
     from trainer.huggingface.export import export as write
+    from trainer.run_folder import RunFolder
 
     out = Output(as_json)
-    written = write(run_path, out_path, which, dtype, out.say)
+    written = write(RunFolder(run_path), out_path, which, dtype, out.say)
     out.say(f"written to {out_path}: the model after step {written['step']}, {format_bytes(written['bytes'])} of {dtype}")
     out.result(written)
 
 
 @cli.command(context_settings=HELP)
-@click.option("--run", "runs", required=True, multiple=True, type=click.Path(path_type=Path), metavar="DIR",
+@click.option("--run", "runs", required=True, multiple=True, type=PATH, metavar="DIR",
               help="A run's folder; several are drawn into one picture.")
-@click.option("--out", "out_path", type=click.Path(path_type=Path), metavar="FILE",
+@click.option("--out", "out_path", type=PATH, metavar="FILE",
               help="The PNG to write.  [default: curve.png in the first run's folder]")
 @click.option("--csv", "csv_path", metavar="FILE|-", help="Write the steps as CSV instead; - is stdout.")
 @json_option
 def curve(runs, out_path, csv_path, as_json) -> None:
     """Draw loss and tok/s over the tokens seen, or write every step as CSV."""
-    from spillcliff.output import write_table
     from trainer.run.learning_curve import draw, read, table
+    from trainer.run_folder import RunFolder
 
-    out = Output(as_json, is_taken=csv_path == "-")
-    courses = [read(run, out.say) for run in runs]
-    picture = out_path or (None if csv_path else runs[0] / "curve.png")
+    out = Output(as_json, stdout_is_taken=csv_path == "-")
+    curves = [read(RunFolder(run), out.say) for run in runs]
+    picture = out_path or (None if csv_path else RunFolder(runs[0]).curve)
     if csv_path:
-        write_table(out, csv_path, table(courses))
+        out.csv(csv_path, table(curves))
     if picture:
-        draw(courses, picture)
+        draw(curves, picture)
         out.say(f"picture {picture}")
-    out.result({"picture": picture and str(picture), "csv": csv_path, "steps": sum(len(c.rows) for c in courses)})
+    out.result({"picture": picture and str(picture), "csv": csv_path, "steps": sum(len(c.rows) for c in curves)})
 
 
 def main() -> None:
-    guarded(cli, "train")
+    run_command(cli, "train")
 
 
 if __name__ == "__main__":

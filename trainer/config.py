@@ -3,11 +3,13 @@
 import dataclasses
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import Annotated, Any, Literal, get_args
 
 from spillcliff.errors import UserError
-from spillcliff.units import MOST, format_count, parse_count
+from spillcliff.schema import Number, check
+from spillcliff.units import format_count, parse_count
 
 VOCAB = 32_000
 """Vocabulary at which a size's name is true (Llama's 32,000)."""
@@ -19,38 +21,20 @@ DEPTH_TO_WIDTH = 40
 """Width over depth that `shape_for` aims at: GPT-2 has 64, MobileLLM (arXiv 2402.14905) 19 at 125M, and Kaplan et al.
 (arXiv 2001.08361, fig. 5) find the loss within 1% from 20 to 100."""
 
-ENGINES = ("eager", "graph", "compile")
-RECOMPUTES = ("none", "elementwise", "block")
-UPDATES = ("after", "backward")
+LR_FLOOR = 0.1
+"""The cosine ends at a tenth of the peak (Hoffmann et al., arXiv 2203.15556, app. B)."""
 
+Engine = Literal["eager", "graph", "compile"]
+Recompute = Literal["none", "elementwise", "block"]
+Update = Literal["after", "backward"]
+ENGINES: tuple[Engine, ...] = get_args(Engine)
+RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
+
+Count = Annotated[int, Number(1, 2**31)]
+"""A whole number of 1 or more."""
 
 _NAME = re.compile(r"[\w.+-]{0,64}")
 """What a model may be called: runs' folders and pictures bear the name."""
-
-
-def _check(fields: object, names: tuple[str, ...], thing: str) -> None:
-    for name in names:
-        value = getattr(fields, name)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-            raise UserError(f"{thing}: {name} is {value!r:.40}; it must be a whole number of 1 or more")
-
-
-def from_fields(cls: type, values: object, thing: str):
-    """Builds the dataclass `cls` from a mapping; unknown keys are ignored, missing ones are a UserError naming them."""
-    if not isinstance(values, dict):
-        raise UserError(f"{thing} must be an object of fields, not {values!r:.60}")
-    fields = dataclasses.fields(cls)
-    missing = [f.name for f in fields if f.name not in values
-               and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
-    if missing:
-        raise UserError(f"{thing} lacks {', '.join(missing)}")
-    return cls(**{f.name: values[f.name] for f in fields if f.name in values})
-
-
-def refuse_software(values: object) -> None:
-    """UserError if what says a machine's software is no object of texts, null where there is none."""
-    if not isinstance(values, dict) or not all(isinstance(value, (str, type(None))) for value in values.values()):
-        raise UserError("software must be an object of texts")
 
 
 @dataclass(frozen=True)
@@ -61,24 +45,20 @@ class ModelConfig:
     """
 
     name: str
-    layers: int
-    d_model: int
-    heads: int
-    kv_heads: int
-    d_ff: int
-    vocab: int = VOCAB
-    rope_base: float = 10_000.0
-    norm_eps: float = 1e-5
+    layers: Count
+    d_model: Count
+    heads: Count
+    kv_heads: Count
+    d_ff: Count
+    vocab: Count = VOCAB
+    rope_base: Annotated[float, Number(above=True)] = 10_000.0
+    norm_eps: Annotated[float, Number(above=True)] = 1e-5
 
     def __post_init__(self) -> None:
         thing = f"model {self.name}"
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise UserError(f"model name {self.name!r:.40} must be short text that may be in a file's name, such as 150M")
-        _check(self, ("layers", "d_model", "heads", "kv_heads", "d_ff", "vocab"), thing)
-        for name in ("rope_base", "norm_eps"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MOST:
-                raise UserError(f"{thing}: {name} is {value!r:.40}; it must be a number above zero")
+        check(self, thing)
         if self.d_model % self.heads:
             raise UserError(f"{thing}: d_model {self.d_model} is not divisible by {self.heads} heads; "
                             f"{_divisors(self.d_model)} heads would divide it")
@@ -127,8 +107,8 @@ class ModelConfig:
 def _divisors(n: int) -> str:
     """The divisors of n as a user would choose among them: "1, 2, 3, 4, 6 or 12"."""
     low = [k for k in range(1, math.isqrt(n) + 1) if n % k == 0]
-    found = [str(k) for k in sorted({*low, *(n // k for k in low)})][:8]
-    return found[0] if len(found) == 1 else ", ".join(found[:-1]) + " or " + found[-1]
+    divisors = [str(k) for k in sorted({*low, *(n // k for k in low)})][:8]
+    return divisors[0] if len(divisors) == 1 else ", ".join(divisors[:-1]) + " or " + divisors[-1]
 
 
 @lru_cache
@@ -161,28 +141,57 @@ def shape_for(parameters: int, name: str) -> ModelConfig:
     return best
 
 
+def _option(default: Any, help: str) -> Any:
+    """A field that a step may be given beside its size; `help` is what a command's --help says of it."""
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True)
 class StepConfig:
     """One optimizer step: `accum` micro-steps over `batch` sequences of `length` tokens each. `update` says when
-    parameters are updated: after the backward pass, or in it, as soon as each gradient is there, which then is freed."""
+    parameters are updated: after the backward pass, or in it, as soon as each gradient is there, which then is freed.
 
-    batch: int
-    length: int
-    accum: int = 1
-    engine: str = "eager"
-    recompute: str = "none"
-    update: str = "after"
+    A new option is a field here; commands, names, records and plans have it then. UserError for values that can't be.
+    """
+
+    batch: Count
+    length: Count
+    accum: Count = 1
+    engine: Engine = _option("eager", "eager, graph or compile.")
+    recompute: Recompute = _option("none", "none, elementwise or block.")
+    update: Update = _option("after", "Update parameters after the backward pass, or in it: no accumulation and no clip, "
+                                      "less memory.")
 
     def __post_init__(self) -> None:
-        _check(self, ("batch", "length", "accum"), "step")
-        for name, known in (("engine", ENGINES), ("recompute", RECOMPUTES), ("update", UPDATES)):
-            if getattr(self, name) not in known:
-                raise UserError(f"{name} {getattr(self, name)!r:.40} is unknown; it is one of {', '.join(known)}")
+        check(self, "step")
 
     @property
     def tokens(self) -> int:
         """Tokens per optimizer step."""
         return self.batch * self.length * self.accum
+
+    @property
+    def micro_tokens(self) -> int:
+        """Tokens per micro-step."""
+        return self.batch * self.length
+
+    def unusual(self) -> dict[str, Any]:
+        """The options, accumulation among them, that are not at their defaults."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)
+                if f.default is not dataclasses.MISSING and getattr(self, f.name) != f.default}
+
+    def __str__(self) -> str:
+        """`"B=4 L=512 accum=2 graph/none"`: what is usual is left out."""
+        extra = self.unusual()
+        words = [f"B={self.batch} L={self.length}"] + [f"accum={self.accum}"] * ("accum" in extra)
+        if extra.keys() & {"engine", "recompute"}:
+            words.append(f"{self.engine}/{self.recompute}")
+        return " ".join(words + [f"{name}={value}" for name, value in extra.items()
+                                 if name not in ("accum", "engine", "recompute")])
+
+
+STEP_OPTIONS = tuple(f for f in dataclasses.fields(StepConfig) if "help" in f.metadata)
+"""The fields of a step that are chosen by name, such as its engine."""
 
 
 def clip_for(step: StepConfig) -> float | None:
@@ -193,34 +202,30 @@ def clip_for(step: StepConfig) -> float | None:
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW and its schedule; `lr` is the peak, `warmup_steps` in optimizer steps, `clip` the global gradient norm, None
-    for no clip."""
+    for no clip. UserError for values that can't be."""
 
-    lr: float
-    warmup_steps: int = 0
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip: float | None = 1.0
-    schedule: str = "cosine"
+    lr: Annotated[float, Number(0, 10, above=True)]
+    warmup_steps: Annotated[int, Number()] = 0
+    weight_decay: Annotated[float, Number(0, 10)] = 0.1
+    betas: tuple[Annotated[float, Number(0, 1)], Annotated[float, Number(0, 1)]] = (0.9, 0.95)
+    clip: Annotated[float | None, Number(0, 1e9, above=True)] = 1.0
+    schedule: Literal["cosine", "constant"] = "cosine"
 
     def __post_init__(self) -> None:
-        for name, low, high in (("lr", 0, 10), ("weight_decay", -1e-30, 10), ("clip", 0, 1e9)):
-            value = getattr(self, name)
-            if name == "clip" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < high:
-                raise UserError(f"optimizer: {name} is {value!r:.40}; it must be a number above 0 and below {high:g}")
-        if isinstance(self.warmup_steps, bool) or not isinstance(self.warmup_steps, int) or not (
-                0 <= self.warmup_steps < MOST):
-            raise UserError(f"optimizer: warmup_steps is {self.warmup_steps!r:.40}; it must be a whole number of 0 or more")
-        if (not isinstance(self.betas, (list, tuple)) or len(self.betas) != 2
-                or not all(isinstance(b, (int, float)) and 0 <= b < 1 for b in self.betas)):
-            raise UserError(f"optimizer: betas is {self.betas!r:.40}; it must be two numbers from 0 to below 1")
-        object.__setattr__(self, "betas", tuple(self.betas))
-        if self.schedule not in ("cosine", "constant"):
-            raise UserError(f"optimizer: schedule {self.schedule!r:.40} is unknown; it is cosine or constant")
+        check(self, "optimizer")
+
+    def lr_at(self, step: int, steps: int) -> float:
+        """Learning rate of step `step` (from 0) of `steps`: a linear warm-up, then constant or a cosine to a tenth."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        span = max(1, steps - 1 - self.warmup_steps)
+        progress = min(1.0, (step - self.warmup_steps) / span)
+        return self.lr * (LR_FLOOR + (1 - LR_FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def refuse_update(step: StepConfig, optimizer: OptimizerConfig) -> str | None:
+def update_refusal(step: StepConfig, optimizer: OptimizerConfig) -> str | None:
     """Why parameters can't be updated in the backward pass as asked; None if they can, or if it wasn't asked."""
     if step.update == "after":
         return None

@@ -10,7 +10,7 @@ from planner.decide.hours import Rates
 from probe.soak import Soak
 from spillcliff.errors import UserError
 from spillcliff.files import read_json
-from spillcliff.units import is_figure
+from spillcliff.schema import is_number
 from trainer.checkpoint import STATE_BYTES
 from trainer.config import refuse_software
 from trainer.plan import Plan, times_due
@@ -78,7 +78,7 @@ class Calibration:
 
 def is_usable(value: object) -> bool:
     """Whether a figure that was read is a number above 0 and of a size that exists."""
-    return is_figure(value, 1e-9)
+    return is_number(value, 1e-9)
 
 
 def read(runs: Path, say) -> list[Past]:

@@ -12,9 +12,9 @@ from probe.records import Record
 from probe.soak import Soak
 from probe.store import RATES, device_file
 from spillcliff.errors import NoPlan, UserError
-from spillcliff.hardware.device import choose, one_of_team, team_name, team_size
+from spillcliff.hardware.fingerprints import choose, single_device_name, multi_device_name, device_count
 from spillcliff.units import parse_count
-from trainer.huggingface.config_json import name_of
+from trainer.huggingface.config_json import model_name
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Known:
         wanted = replace(record.cell, accum=1)
         powers = [s.power_w for s in self.soaks if replace(s.cell, accum=1) == wanted and s.power_w]
         power = powers[-1] if powers else record.readings.get("power_w")
-        return power * team_size(record.device) if isinstance(power, (int, float)) and power > 0 else None
+        return power * device_count(record.device) if isinstance(power, (int, float)) and power > 0 else None
 
 
 def read(results: Path, files: tuple[Path, ...], device: str | None, say,
@@ -60,7 +60,7 @@ def read(results: Path, files: tuple[Path, ...], device: str | None, say,
     if not found:
         raise UserError(f"no records in {', '.join(map(str, files)) or folder}; `probe grid --model 150M` measures some")
     soaks = soak.load(folder / "soak.jsonl", say) if (folder / "soak.jsonl").exists() else []
-    is_assumed = gpus is not None and team_size(found[0].device) != gpus
+    is_assumed = gpus is not None and device_count(found[0].device) != gpus
     return together.assumed(found, gpus) if is_assumed else found, Known(
         device_file(folder / "device.json"), Cliff.load(folder / "cliff.json"),
         tuple(calibration.read(results / "runs", say)), tuple(soaks), gpus if is_assumed else 0)
@@ -71,8 +71,8 @@ def _of_team(names: list[str], chosen: str, gpus: int | None, sharded: bool) -> 
     neither."""
     if gpus is None:
         return chosen
-    one = one_of_team(chosen)
-    team = team_name(one, gpus, sharded)
+    one = single_device_name(chosen)
+    team = multi_device_name(one, gpus, sharded)
     found = next((name for name in (team, one) if name in names and (name == team or not sharded)), None)
     if found is None:
         raise UserError(f"no records of {team}{'' if sharded else f', nor of {one}'}; there are {', '.join(names)}; probe "
@@ -93,7 +93,7 @@ def of_model(found: list[Record], model: str | None, vocab: int | None) -> list[
     """The records of one model at one vocabulary; UserError lists what there is."""
     there = chosen = kinds(found)
     if model is not None:
-        name = name_of(model)
+        name = model_name(model)
         wanted = _count(name)
         chosen = [k for k in chosen if k[0] == name] or [k for k in chosen if wanted and _count(k[0]) == wanted]
     if vocab is not None:

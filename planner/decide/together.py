@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from probe.records import Record
-from spillcliff.hardware.device import team_name
+from spillcliff.hardware.fingerprints import multi_device_name
 from spillcliff.units import format_bytes
 
 LINK_BYTES_S = 6e9
@@ -22,7 +22,7 @@ def _assumed(r: Record, size: int) -> Record:
     more_s, more_bytes = exchange_s(r, size), GRADIENT_BYTES * r.model.parameters
     peaks = {name: value + more_bytes for name in ("allocated_peak_bytes", "reserved_peak_bytes", "device_peak_bytes")
              if (value := getattr(r, name)) is not None}
-    return replace(r, cell=replace(r.cell, batch=r.cell.batch * size), device=team_name(r.device, size),
+    return replace(r, cell=replace(r.cell, batch=r.cell.batch * size), device=multi_device_name(r.device, size),
                    step_s=tuple(t + more_s for t in r.step_s), predicted_bytes=None, **peaks)
 
 

@@ -8,7 +8,7 @@ from planner.report import ticks
 from planner.report.charts import RATIOS, drawn_ratio, reach
 from planner.report.curve import usable
 from planner.report.html import bytes_text, count_text, hours_text, number, tok_s_text
-from spillcliff.files import write_whole
+from spillcliff.files import write_atomic
 
 INK, ACCENT, WARN, BAND = "#182126", "#0b6872", "#a33a00", "#0b687233"
 DPI = 130
@@ -29,7 +29,7 @@ def draw(data: dict, folder: Path) -> list[Path]:
             buffer = io.BytesIO()
             drawn.savefig(buffer, format="png", dpi=DPI)
             path = Path(folder) / f"{name}.png"
-            write_whole(path, buffer.getvalue())
+            write_atomic(path, buffer.getvalue())
             written.append(path)
     return written
 

@@ -2,7 +2,7 @@
 
 from planner.decide.build import Forecast
 from planner.decide.choose import step_name
-from spillcliff.hardware.device import team_size
+from spillcliff.hardware.fingerprints import device_count
 from spillcliff.units import format_bytes, format_count, format_duration
 from trainer.config import StepConfig
 from trainer.plan import Span
@@ -34,7 +34,7 @@ def lines(forecast: Forecast) -> list[str]:
            f"  {format_count(plan.corpus_tokens)} tokens{'' if plan.epochs == 1 else f' x {plan.epochs:g}'} in "
            f"{span_text(p.hours, hours_text)}, evaluation and checkpoint every {plan.eval:,} steps"]
     if forecast.energy_kwh:
-        cards = "card" if team_size(plan.device) == 1 else "cards"
+        cards = "card" if device_count(plan.device) == 1 else "cards"
         out.append(f"  {forecast.energy_kwh:.2g} kWh for the {cards} alone, at {forecast.power_w:.0f} W")
     out.append("why:")
     out += [f"  {line}" for line in plan.why]

@@ -1,4 +1,4 @@
-"""What a cell's script is written on: requests of an allocator in their order, cut into phases. Imports no torch."""
+"""What a step asks of an allocator: requests in their order, cut into phases. Imports no torch."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class Phase:
     empties: bool = False
 
 
-class Tape:
+class AllocationTrace:
     """Takes events down. `workspace_bytes` is what cuBLAS takes per stream, 0 where there is none."""
 
     def __init__(self, workspace_bytes: int) -> None:

@@ -17,7 +17,7 @@ from probe.cell import Cell, shape
 from probe.estimate.peak import CardMemory, estimate
 from probe.show.heatmap import GAP, NEVER_RUN, Series
 from spillcliff.errors import UserError
-from spillcliff.hardware.device import refuse_engine
+from spillcliff.hardware.device import engine_refusal
 from spillcliff.units import format_bytes
 from trainer.config import ModelConfig
 
@@ -186,7 +186,7 @@ def shopping_lines(card: PaperCard, cells: list[Cell], width: int = 80) -> list[
     model, step = shape(cells[0]), cells[0].step
     if model is None:
         raise UserError("a step of your own can't be estimated, only measured; name a size with --model, such as 150M")
-    if refused := refuse_engine(step.engine, "cuda", card.capability):
+    if refused := engine_refusal(step.engine, "cuda", card.capability):
         raise UserError(f"{card.name}: {refused}")
     memory = CardMemory.of({"kind": "cuda", "capability": card.capability})
     peaks = {(c.batch, c.length): estimate(c, memory).device_bytes for c in cells}

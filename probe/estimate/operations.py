@@ -3,7 +3,7 @@
 Sizes and order are as seen in torch 2.11's allocator history on an H200, what kernels take for themselves included.
 """
 
-from probe.estimate.allocation_trace import BOOL, COMPLEX, FLOAT, INT, LONG, Tape
+from probe.estimate.allocation_trace import BOOL, COMPLEX, FLOAT, INT, LONG, AllocationTrace
 from trainer.config import ModelConfig, StepConfig
 
 SORT_SINGLE, SORT_TILE = 256 * 9, 384 * 12
@@ -17,12 +17,12 @@ def chunk_rows(rows: int) -> int:
 
 
 class Operations:
-    """Writes each operation's events to `tape`. Sizes in bytes; rows = batch x length."""
+    """Writes each operation's events to `trace`. Sizes in bytes; rows = batch x length."""
 
-    def __init__(self, tape: Tape, model: ModelConfig, step: StepConfig) -> None:
+    def __init__(self, trace: AllocationTrace, model: ModelConfig, step: StepConfig) -> None:
         m = model
-        self._tape, self._model, self._config = tape, model, step
-        self.take, self.drop = tape.take, tape.drop
+        self._trace, self._model, self._config = trace, model, step
+        self.take, self.drop = trace.take, trace.drop
         self.rows = step.batch * step.length
         kv = m.kv_heads * m.head_size
         self.x, self.row = self.rows * m.d_model * FLOAT, self.rows * FLOAT
@@ -35,12 +35,12 @@ class Operations:
         self.in_backward = step.update == "backward"
 
     def gradient(self, key, size: int) -> int:
-        return self._tape.keep(("gradient", key), size, "gradients")
+        return self._trace.keep(("gradient", key), size, "gradients")
 
     def update(self, key, size: int) -> None:
-        self._tape.keep(("step", key), FLOAT, "optimizer")
+        self._trace.keep(("step", key), FLOAT, "optimizer")
         for moment in ("exp_avg", "exp_avg_sq"):
-            self._tape.keep((moment, key), size, "optimizer")
+            self._trace.keep((moment, key), size, "optimizer")
 
     def targets(self) -> int:
         flat = self.take(self.rows * INT, "loss")
@@ -62,7 +62,7 @@ class Operations:
 
         def norm_linear(of: str, size: int) -> None:
             s[of + "_normed"], s[of + "_rstd"] = self.take(self.x), self.take(self.row)
-            s[of] = self._tape.matmul(size)
+            s[of] = self._trace.matmul(size)
             if not keeps_all:
                 self.drop(s[of + "_normed"])
             if not keeps_rstd:
@@ -71,15 +71,15 @@ class Operations:
         norm_linear("qkv", self.qkv)
         repeated = self.repeat_kv()
         # a recorded kernel's seed and offset
-        generator = [self.take(LONG, "workspaces") for _ in range(2)] if self._tape.recording else []
+        generator = [self.take(LONG, "workspaces") for _ in range(2)] if self._trace.recording else []
         s["mixed"], s["lse"] = self.take(self.x), self.take(self.lse())
         self.drop(*generator[:1], *repeated, *generator[1:], *(() if keeps_rstd else (s["lse"],)))
-        product = self._tape.matmul(self.x)
+        product = self._trace.matmul(self.x)
         s["middle"] = self.take(self.x)
         self.drop(product)
         norm_linear("gate_up", 2 * self.ff)
         s["hidden"] = self.take(self.ff)
-        product = self._tape.matmul(self.x)
+        product = self._trace.matmul(self.x)
         if not keeps_all:
             self.drop(s["hidden"])
         if recompute == "again":
@@ -202,7 +202,7 @@ class Operations:
             normed, new = take(rows * self._model.d_model * FLOAT), take(rows * FLOAT)
             self.drop(*rstd)
             rstd = (new,)
-            logits, new = self._tape.matmul(rows * self._model.vocab * FLOAT, "loss"), take(rows * FLOAT)
+            logits, new = self._trace.matmul(rows * self._model.vocab * FLOAT, "loss"), take(rows * FLOAT)
             self.drop(*picked)
             picked = (new,)
             new = take(rows * FLOAT), take(rows * LONG)

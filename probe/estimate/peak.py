@@ -4,10 +4,11 @@ through a model of torch's allocator (allocator.py), and what the card's context
 import dataclasses
 from dataclasses import dataclass
 
-from probe.cell import Cell, shape
+from probe.cell import Cell
 from probe.estimate.allocation_trace import FLOAT, MOMENTS, PARTS, Phase
-from probe.estimate.allocator import Allocator
+from probe.estimate.allocator import Allocator, Block
 from probe.estimate.step_script import Script, script
+from spillcliff.errors import UserError
 from trainer.config import ModelConfig, StepConfig
 
 MIB = 1 << 20
@@ -15,9 +16,8 @@ KERNELS = {"none": 43, "elementwise": 46, "block": 56}
 """About how many kernels one layer's forward and backward pass launch, by `recompute`, counted in model/layers.py."""
 STEPS = 4
 """Steps after which the allocator's state is taken as settled: on an H200 no reserved peak rose past the third."""
-COMPILE, COMPILE_MARGIN = 1.05, 0.10
-"""What compile takes over graph, which records as it does, and how far that may be off: its fused operations are not
-scripted. On an H200 138M took 1.00, 1.09 and 1.10 of graph's allocated bytes at 1 x 512, 4 x 512 and 16 x 1024, and 0.99,
+COMPILE = 1.05
+"""What compile takes over graph, which records as it does: its fused operations are not scripted, so it may be off by 10%. On an H200 138M took 1.00, 1.09 and 1.10 of graph's allocated bytes at 1 x 512, 4 x 512 and 16 x 1024, and 0.99,
 1.07 and 1.11 of its reserved."""
 CPU_HEAP, CPU_HEAP_BYTES = 16, 370_000_000
 """What a processor's heap keeps beside the tensors alive, in units of a layer's gate and up, and the most of it in bytes.
@@ -43,8 +43,9 @@ class CardMemory:
     process_bytes: int = 340_000_000
     measured: bool = False
 
-    def context(self, step: StepConfig, model: ModelConfig) -> int:
+    def context(self, cell: Cell) -> int:
         """Bytes beside the allocator's."""
+        step, model = cell.step, model_of(cell)
         if step.engine == "eager":
             return self.context_bytes
         recorded = KERNELS[step.recompute] * model.layers * min(2, step.accum)
@@ -77,9 +78,16 @@ class Estimate:
     parts: dict[str, int]
 
 
+def model_of(cell: Cell) -> ModelConfig:
+    """UserError for somebody's own step, whose memory nothing estimates."""
+    if cell.config is None:
+        raise UserError("a step of your own can't be estimated, only measured; name a size with --model, such as 150M")
+    return cell.config
+
+
 def estimate(cell: Cell, card: CardMemory) -> Estimate:
     """The peaks of `cell` on `card`. UserError for a model that has no shape."""
-    model, step = shape(cell), cell.step
+    model, step = model_of(cell), cell.step
     if card.kind == "cpu":
         return on_cpu(model, step, card)
     is_compiled = step.engine == "compile"
@@ -89,7 +97,7 @@ def estimate(cell: Cell, card: CardMemory) -> Estimate:
     replay = Replay()
     replay.process(script(model, step, card.workspace_bytes))
     allocated, reserved = replay.peak, replay.allocator.reserved_peak
-    context = card.context(step, model)
+    context = card.context(cell)
     if is_compiled:
         allocated, reserved = int(allocated * COMPILE), int(reserved * COMPILE)
     parts = replay.parts | {"allocator": reserved - sum(replay.parts.values()), "context": context}
@@ -99,7 +107,8 @@ def estimate(cell: Cell, card: CardMemory) -> Estimate:
 def on_cpu(model: ModelConfig, step: StepConfig, card: CardMemory) -> Estimate:
     """The peak resident set: the tensors alive at once, what the heap and its libraries keep beside, and the process."""
     cell = script(model, step, 0)
-    alive, parts, highest = {}, dict.fromkeys(PARTS, 0), {}
+    alive: dict[int, tuple[int, str]] = {}
+    parts, highest = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
     moments = dict.fromkeys(MOMENTS, 0)
     peak, moment, total = 0, "", 0
     for phase in [*cell.start, *cell.evaluation, *cell.step, *cell.step]:
@@ -123,9 +132,11 @@ class Replay:
 
     def __init__(self) -> None:
         self.allocator = Allocator()
-        self.peak, self.moment, self.parts = 0, "", {}
+        self.peak, self.moment = 0, ""
+        self.parts: dict[str, int] = {}
         self.moments = dict.fromkeys(MOMENTS, 0)
-        self._alive, self._parts = {}, dict.fromkeys(PARTS, 0)
+        self._alive: dict[int, tuple[Block, int, str]] = {}
+        self._parts = dict.fromkeys(PARTS, 0)
 
     def process(self, cell: Script) -> None:
         """A process from start to end, as a measured cell and a run go: an evaluation, steps, an evaluation, steps."""

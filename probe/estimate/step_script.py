@@ -7,7 +7,18 @@ event. """
 
 from dataclasses import dataclass
 
-from probe.estimate.allocation_trace import BACKWARD, EVALUATION, FLOAT, FORWARD, INT, LONG, START, UPDATE, Phase, Tape
+from probe.estimate.allocation_trace import (
+    BACKWARD,
+    EVALUATION,
+    FLOAT,
+    FORWARD,
+    INT,
+    LONG,
+    START,
+    UPDATE,
+    AllocationTrace,
+    Phase,
+)
 from probe.estimate.operations import Operations
 from trainer.config import ModelConfig, StepConfig, clip_for
 
@@ -32,23 +43,23 @@ def script(model: ModelConfig, step: StepConfig, workspace_bytes: int) -> Script
     micro-steps repeat the second and are left out."""
     p = _Process(model, step, workspace_bytes)
     p.make_model()
-    start = p.tape.cut()
+    start = p.trace.cut()
     p.evaluate()
-    evaluation = p.tape.cut()
+    evaluation = p.trace.cut()
     p.feed()
     if step.engine == "graph":
         p.record()
-    record = p.tape.cut()
+    record = p.trace.cut()
     p.step()
-    return Script(start, evaluation, record, p.tape.cut())
+    return Script(start, evaluation, record, p.trace.cut())
 
 
 class _Process:
     """Writes what a process does."""
 
     def __init__(self, model: ModelConfig, step: StepConfig, workspace_bytes: int) -> None:
-        self.tape = Tape(workspace_bytes)
-        self._model, self._config, self._ops = model, step, Operations(self.tape, model, step)
+        self.trace = AllocationTrace(workspace_bytes)
+        self._model, self._config, self._ops = model, step, Operations(self.trace, model, step)
         self._is_recorded = step.engine == "graph"
         self._window = step.batch * (step.length + 1) * INT
 
@@ -61,36 +72,36 @@ class _Process:
     def make_model(self) -> None:
         sizes = list(self.parameters())
         for key, size in [sizes[0], *sizes[2:], sizes[1], (("angles",), self._ops.angles)]:
-            self.tape.keep(("weight", key), size, "weights")
+            self.trace.keep(("weight", key), size, "weights")
     def feed(self) -> None:
         """trainer.data.tokens.feed: this step's tokens and the next one's."""
         for _ in range(2):
-            self.tape.take(self._config.accum * self._window)
+            self.trace.take(self._config.accum * self._window)
 
     def record(self) -> None:
         """TrainStep._record: once eagerly on a stream of its own, then one graph, or two with accumulation."""
-        self.tape.take(self._window)
-        self.tape.at(FORWARD, stream=1)
-        self.tape.drop(self.micro_step(add=False))
+        self.trace.take(self._window)
+        self.trace.at(FORWARD, stream=1)
+        self.trace.drop(self.micro_step(add=False))
         self.drop_gradients()
-        self.tape.at(START, stream=1, empties=True)
+        self.trace.at(START, stream=1, empties=True)
         for _ in range(2):
-            self.tape.take(LONG)  # the generator's seed and offset for graphs
+            self.trace.take(LONG)  # the generator's seed and offset for graphs
         for add in range(min(2, self._config.accum)):
-            self.tape.at(FORWARD, stream=1, recording=True)
+            self.trace.at(FORWARD, stream=1, recording=True)
             self.micro_step(bool(add))
 
     def step(self) -> None:
-        self.tape.at(FORWARD)
-        loss = self.tape.take(FLOAT, "loss")
+        self.trace.at(FORWARD)
+        loss = self.trace.take(FLOAT, "loss")
         if not self._is_recorded:
             for add in range(min(2, self._config.accum)):
-                self.tape.drop(self.micro_step(bool(add)))
-        self.tape.at(UPDATE)
+                self.trace.drop(self.micro_step(bool(add)))
+        self.trace.at(UPDATE)
         if self._ops.in_backward:
             for name in ("norm", "embedding"):
                 self._ops.update((name,), self._ops.head_weights[name])
-                self.tape.drop(self.tape.names["gradient", (name,)])
+                self.trace.drop(self.trace.names["gradient", (name,)])
         norm = [self.clip()] if clip_for(self._config) is not None else []
         if not self._ops.in_backward:
             for is_matrix in (False, True):  # parameter groups, by weight decay
@@ -100,29 +111,29 @@ class _Process:
             if not self._is_recorded:
                 self.drop_gradients()
         # Pace sends loss and norm to the host together; a loss alone is doubled by the copy itself
-        self.tape.drop(self.tape.take(2 * FLOAT, "loss" if norm else "workspaces"), loss, *norm)
+        self.trace.drop(self.trace.take(2 * FLOAT, "loss" if norm else "workspaces"), loss, *norm)
 
     def clip(self) -> int:
         """torch.nn.utils.clip_grad_norm_; returns the norm."""
         sizes = [size // FLOAT for _, size in self.parameters()]
-        partial = self.tape.take(len(sizes) * -(-max(sizes) // NORM_CHUNK) * FLOAT, "workspaces")
-        norms = [self.tape.take(FLOAT, "gradients") for _ in sizes]
-        self.tape.drop(partial)
-        stacked, total = self.tape.take(len(sizes) * FLOAT, "gradients"), self.tape.take(FLOAT, "gradients")
-        self.tape.drop(stacked, *reversed(norms))
-        room, reciprocal, ratio = (self.tape.take(FLOAT, "gradients") for _ in range(3))
-        self.tape.drop(reciprocal, room)
-        clamped = self.tape.take(FLOAT, "gradients")
-        self.tape.drop(ratio, clamped)
+        partial = self.trace.take(len(sizes) * -(-max(sizes) // NORM_CHUNK) * FLOAT, "workspaces")
+        norms = [self.trace.take(FLOAT, "gradients") for _ in sizes]
+        self.trace.drop(partial)
+        stacked, total = self.trace.take(len(sizes) * FLOAT, "gradients"), self.trace.take(FLOAT, "gradients")
+        self.trace.drop(stacked, *reversed(norms))
+        room, reciprocal, ratio = (self.trace.take(FLOAT, "gradients") for _ in range(3))
+        self.trace.drop(reciprocal, room)
+        clamped = self.trace.take(FLOAT, "gradients")
+        self.trace.drop(ratio, clamped)
         return total
 
     def drop_gradients(self) -> None:
-        self.tape.drop(*(self.tape.names["gradient", key] for key, _ in self.parameters()))
+        self.trace.drop(*(self.trace.names["gradient", key] for key, _ in self.parameters()))
 
     def micro_step(self, add: bool) -> int:
         """TrainStep._forward_backward; with `add` the gradients are there already. Returns the loss, still alive."""
         layers, recompute = self._model.layers, self._config.recompute
-        self.tape.turn(FORWARD)
+        self.trace.turn(FORWARD)
         targets = self._ops.targets()
         x = self._ops.embed()
         embedded, saved = x, []
@@ -133,7 +144,7 @@ class _Process:
             for name, size in self._ops.head_weights.items():
                 self._ops.gradient((name,), size)
         loss = self._ops.head(gradients=True)
-        self.tape.turn(BACKWARD)
+        self.trace.turn(BACKWARD)
         d_x = None
         for layer in reversed(range(layers)):
             kept = saved[layer]
@@ -141,18 +152,18 @@ class _Process:
                 kept = self._ops.block(kept["x"], "again")
             d_x = self._ops.block_backward(layer, kept, add, d_x)
         self._ops.add_rows()
-        self.tape.drop(targets, d_x, embedded, x)
+        self.trace.drop(targets, d_x, embedded, x)
         return loss
 
     def evaluate(self) -> None:
-        self.tape.at(EVALUATION)
-        window = self.tape.take(self._window)
+        self.trace.at(EVALUATION)
+        window = self.trace.take(self._window)
         x = embedded = self._ops.embed()
         for layer in range(self._model.layers):
             before, x = x, self._ops.block(x, "nothing")["y"]
             if layer:
-                self.tape.drop(before)
-        self.tape.drop(embedded)
+                self.trace.drop(before)
+        self.trace.drop(embedded)
         targets = self._ops.targets()
         loss = self._ops.head(gradients=False)
-        self.tape.drop(targets, window, x, loss)
+        self.trace.drop(targets, window, x, loss)

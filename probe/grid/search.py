@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from probe.cell import Cell, planes
-from probe.cliff import can_spill, fell
+from probe.cliff import can_spill, fall_reason
 from probe.grid import surrogate
-from probe.records import Record
+from probe.records import WANT_OF_MEMORY, Record, Status
 from spillcliff.units import format_bytes
 
 NEAR = 0.01
@@ -35,7 +35,6 @@ DOUBT = 1.5
 """Standard deviations of the predicted peak that are granted to a cell besides."""
 TRIES = 2
 """Failures at one length that speak for every cell which needs no less."""
-FAILED = ("oom", "spills", "thrashes")
 STEPS = 14
 """Steps that a cell takes, warm-up included: the median of an H200's grid."""
 
@@ -46,23 +45,22 @@ def unknown(cell: Cell) -> None:
 
 def best(records: Iterable[Record], limit_bytes: int | None) -> Record | None:
     """The pick: of the cells that fit, and within the limit, the one with most tok/s; None if there is none."""
-    fitting = [r for r in records if r.status == "fits" and (limit_bytes is None or (r.peak_bytes or 0) <= limit_bytes)]
+    fitting = [r for r in records if r.fits and (limit_bytes is None or (r.peak_bytes or 0) <= limit_bytes)]
     return max(fitting, key=lambda r: r.tok_s, default=None)
 
 
 def picks(records: Iterable[Record], limit_bytes: int | None) -> list[Record]:
     """Of each plane the pick, and the fastest of the longest length that comes near it: what a plan may take, and so what
     is worth measuring with accumulation."""
-    found: dict[Cell, Record] = {}
+    chosen: dict[Cell, Record] = {}
     by_cell = {r.cell: r for r in records}
     for plane in planes(by_cell):
         within = [by_cell[c] for c in plane if best([by_cell[c]], limit_bytes)]
-        if within:
-            top = best(within, limit_bytes)
+        if top := best(within, limit_bytes):
             near = [r for r in within if r.tok_s >= (1 - LONG) * top.tok_s]
             longest = max(near, key=lambda r: (r.cell.length, r.tok_s))
-            found |= {top.cell: top, longest.cell: longest}
-    return list(found.values())
+            chosen |= {top.cell: top, longest.cell: longest}
+    return list(chosen.values())
 
 
 def next_cell(cells: Sequence[Cell], known: Mapping[Cell, Record], limit_bytes: int | None,
@@ -79,7 +77,7 @@ def next_cell(cells: Sequence[Cell], known: Mapping[Cell, Record], limit_bytes: 
         return max(beside, key=view.gain_per_s.get)
     if not worth:
         return None
-    largest = max(c.step.tokens for c, r in known.items() if r.status == "fits")
+    largest = max(c.step.tokens for c, r in known.items() if r.fits)
     reach = max(CLIMB * largest, min((c.step.tokens for c in todo if c.step.tokens > largest), default=0))
     safe = [c for c in todo if c.step.tokens <= reach or c in view.surely_fits]
     return max(set(safe) & set(worth), key=view.gain_per_s.get, default=None) or max(safe, key=_needs)
@@ -133,11 +131,11 @@ def _survey(cells: Sequence[Cell], known: Mapping[Cell, Record], limit_bytes: in
             predict: Callable[[Cell], int | None]) -> _View:
     every = list(dict.fromkeys([*cells, *known]))
     pick = best((known[c] for c in cells if c in known), limit_bytes)
-    fits = [r for r in known.values() if r.status == "fits"]
+    fits = [r for r in known.values() if r.fits]
     # a record made elsewhere may say "fits" of a spill; its time is no point of the curve
-    spilled = [r for r in fits if can_spill(r) and fell(r.cell, r.tok_s, fits)]
+    spilled = [r for r in fits if can_spill(r) and fall_reason(r.cell, r.tok_s, fits)]
     fits = [r for r in fits if r not in spilled]
-    failed = [r for r in known.values() if r.status in FAILED] + spilled
+    failed = [r for r in known.values() if r.status in WANT_OF_MEMORY] + spilled
     at_least = {r.cell: max(limit_bytes or 1, r.peak_bytes or 1) for r in failed}
     peak = surrogate.peaks(every, fits, at_least, [predict(c) for c in every])
     hopeless, chance, surely_fits = _memory(every, known, failed, limit_bytes, peak)
@@ -157,17 +155,17 @@ def _survey(cells: Sequence[Cell], known: Mapping[Cell, Record], limit_bytes: in
 
 
 def _memory(every: Sequence[Cell], known: Mapping[Cell, Record], failed: list[Record], limit_bytes: int | None,
-            peak: surrogate.Curve | None) -> tuple[dict[Cell, str], np.ndarray, set[Cell]]:
+            peak: surrogate.Surrogate | None) -> tuple[dict[Cell, str], np.ndarray, set[Cell]]:
     """(why cells without a record are hopeless, each cell's chance to fit, those that are sure to be under the limit)."""
     at = {c: i for i, c in enumerate(every)}
     todo = [c for c in every if c not in known]
     reasons: dict[Cell, str] = {}
     # until two peaks are known no curve says how they grow, and every larger cell may be far past the card's memory
-    slope_known = peak is not None and sum(r.status == "fits" and r.peak_bytes is not None for r in known.values()) >= 2
+    slope_known = peak is not None and sum(r.fits and r.peak_bytes is not None for r in known.values()) >= 2
     for r in known.values():
         is_over = limit_bytes and (r.peak_bytes or 0) > limit_bytes
-        if r.status == "timeout" or not slope_known and (r in failed or is_over):
-            words = f"took {format_bytes(r.peak_bytes)}" if r.status == "fits" else f"ended in {r.status}"
+        if r.status is Status.TIMEOUT or not slope_known and (r in failed or is_over):
+            words = f"took {format_bytes(r.peak_bytes)}" if r.fits else f"ended in {r.status}"
             reasons |= {c: f"the smaller {_name(r.cell)} {words}" for c in todo if r.cell.within(c)}
     chance = np.ones(len(every))
     if peak is None:
@@ -184,7 +182,7 @@ def _memory(every: Sequence[Cell], known: Mapping[Cell, Record], failed: list[Re
     sd = np.sqrt(sd**2 + doubt**2 + (MARGIN / DOUBT)**2)
     reasons = {c: f"predicted {format_bytes(math.exp(mean[at[c]]))} {words}" for c in todo
                if mean[at[c]] - bound > DOUBT * sd[at[c]]} | reasons
-    most = max((mean[at[c]] for c, r in known.items() if r.status == "fits"), default=bound)
+    most = max((mean[at[c]] for c, r in known.items() if r.fits), default=bound)
     room = np.linspace(min(most, bound), bound, 9) if doubt else np.array([bound])
     chance = _normal((room[:, None] - mean) / sd).mean(0)
     for c in todo:

@@ -30,7 +30,7 @@ it is 19% and 4% above them. The next step is launched while this one runs, so t
 
 
 @dataclass(frozen=True)
-class Curve:
+class Surrogate:
     """A mixture of normal distributions of the logarithm at each cell: `weight` (curves), `mean`, `sd` (curves, cells);
     `rough` is how far cells lie off the trend, a standard deviation in shares, as the records have it."""
 
@@ -48,7 +48,7 @@ class Curve:
         return np.sqrt(self.weight @ (self.sd**2 + (self.mean - self.weight @ self.mean)**2))
 
 
-def step_times(cells: Sequence[Cell], fits: Sequence[Record], exact: bool = False) -> Curve:
+def step_times(cells: Sequence[Cell], fits: Sequence[Record], exact: bool = False) -> Surrogate:
     """log seconds of a step: the launch floor, or fixed + per_token x tokens x (1 + attention x length), and if `exact` a
     part of the length whatever the batch: a few long sequences leave a card half empty. With that and the sharper bend 8
     cells of an H200's 30 missed the others by 1.9% in the mean, without by 5.4%; but a search by it lost over 1% of tok/s
@@ -85,7 +85,7 @@ def _unrest(step_s: Sequence[float]) -> float:
 
 
 def peaks(cells: Sequence[Cell], fits: Sequence[Record], at_least: dict[Cell, int],
-          predicted: Sequence[int | None]) -> Curve | None:
+          predicted: Sequence[int | None]) -> Surrogate | None:
     """log bytes of the peak: static + a share of what was `predicted`, or of the tokens where that is unknown; None if
     neither tells anything. `at_least` has bytes that failed cells need more of."""
     fits = [r for r in fits if r.peak_bytes]
@@ -113,7 +113,7 @@ def peaks(cells: Sequence[Cell], fits: Sequence[Record], at_least: dict[Cell, in
 
 
 def _fit(log_trend: Callable[[np.ndarray], np.ndarray], center: np.ndarray, spread: np.ndarray, cells: Sequence[Cell],
-         seen: list[int], logs: np.ndarray, noise: np.ndarray) -> Curve:
+         seen: list[int], logs: np.ndarray, noise: np.ndarray) -> Surrogate:
     """The trend's parameters start as `center` with standard deviations `spread`, all logarithms; `logs` are the values of
     the cells `seen`, each with a `noise` of its own. The trend is made straight where it fits best, and then everything is
     normal."""
@@ -149,4 +149,4 @@ def _fit(log_trend: Callable[[np.ndarray], np.ndarray], center: np.ndarray, spre
             sds.append(np.sqrt(np.maximum(np.diag(prior) - (link**2).sum(0), 1e-8)))
     weight = np.exp(np.array(evidence) - max(evidence))
     weight /= weight.sum()
-    return Curve(weight, np.array(means), np.array(sds), float(weight @ roughs))
+    return Surrogate(weight, np.array(means), np.array(sds), float(weight @ roughs))

@@ -16,9 +16,10 @@ from probe.health.run_log import Diary
 from probe.health.utilization import Sample
 from spillcliff.errors import UserError
 from spillcliff.hardware import nvml, windows_counters
-from spillcliff.hardware.device import on_battery, slug, team_name, team_size
-from trainer.run.log import RunFolder
+from spillcliff.hardware.device import on_battery
+from spillcliff.hardware.fingerprints import device_count, multi_device_name, slug
 from trainer.run.slowdown import AWAY_S
+from trainer.run_folder import RunFolder
 
 SAME_S = 2.0
 """Start times of a process that differ by less are one process's: they are rounded, and clocks are set."""
@@ -127,7 +128,7 @@ class Job:
         if device is not None:
             return _named(device, cards)
         if ran_on is not None:
-            cards = {uuid: name for uuid, name in cards.items() if ran_on in (name, team_name(name, team_size(ran_on)))}
+            cards = {uuid: name for uuid, name in cards.items() if ran_on in (name, multi_device_name(name, device_count(ran_on)))}
         pids, memory = set(self._tree.members), self._counters.memory()
         holding = [uuid for uuid in cards if pids & set(nvml.processes(uuid))]
         if not holding and ran_on is None and not any(_has_card_open(pid, memory) for pid in pids):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from probe.health.diagnose import judge, lines
 from probe.health.observe import Job, running
-from spillcliff.live import Live, is_read
+from spillcliff.console import LiveLine, has_reader
 
 EVERY_S, WATCH_EVERY_S = 0.25, 0.5
 """Between readings: a card's own are means over a sixth of a second to a second. A watch costs half as much."""
@@ -22,14 +22,14 @@ def job(run: Path | None, pid: int | None, device: str | None, results: Path, se
     return Job.of_run(run or running(results), device, results, window)
 
 
-def sit(this: Job, seconds: float, is_watch: bool, live: Live, width: int, stream) -> None:
+def sit(this: Job, seconds: float, is_watch: bool, live: LiveLine, width: int, stream) -> None:
     """Takes readings for `seconds`; in a watch until the job ends or nobody reads any more, with the verdicts shown."""
     live.say(this.title)
     begin = shown = time.monotonic()
     for now in _ticks(WATCH_EVERY_S if is_watch else EVERY_S):
         if not this.ended:
             this.sample()
-        if this.ended or not is_read(stream) or not (is_watch or now - begin < seconds):
+        if this.ended or not has_reader(stream) or not (is_watch or now - begin < seconds):
             return
         if not is_watch:
             live.update(f"{now - begin:.0f} of {seconds:.0f} s")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from probe.records import Record
 from probe.show.heatmap import CellMap, peak_text, tok_s_text
-from spillcliff.files import write_whole
+from spillcliff.files import write_atomic
 from spillcliff.units import format_bytes
 
 CELL_IN = 0.92, 0.4
@@ -37,7 +37,7 @@ def heat_map(records: list[Record], title: str, limit_bytes: int | None, path: P
     """Two maps of one series in a PNG, tok/s and peak in GB, batches down and lengths across: cells that failed bear their
     status, cells never run a dot, peaks over the limit are in red, the fastest that fits has a frame, and a red line is the
     cliff. The file is the old one or the whole new one; UserError if it can't be written."""
-    write_whole(path, _draw(CellMap.of(records, limit_bytes, cliff_bytes), title))
+    write_atomic(path, _draw(CellMap.of(records, limit_bytes, cliff_bytes), title))
 
 
 def _draw(cells: CellMap, title: str) -> bytes:

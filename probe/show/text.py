@@ -9,10 +9,11 @@ from probe.estimate.peak import CardMemory, Estimate
 from probe.records import Record, latest, load
 from probe.store import device_file
 from spillcliff.errors import UserError
-from spillcliff.hardware.device import THROTTLED, DeviceFacts, choose
+from spillcliff.hardware.device import THROTTLED, DeviceFacts
+from spillcliff.hardware.fingerprints import choose
 from spillcliff.units import format_bytes
 from trainer.config import ENGINES
-from trainer.huggingface.config_json import name_of
+from trainer.huggingface.config_json import model_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Measured:
             raise UserError(f"no records in {results}/*/records.jsonl; `probe grid --model 150M` measures some")
         name = choose(names, device, True)
         records = list(latest(load(results / name / "records.jsonl", say)).values())
-        wanted = model and name_of(model)
+        wanted = model and model_name(model)
         records = [r for r in records if model is None or r.cell.model == wanted]
         if not records:
             raise UserError(f"--model {model}: {name} has no record of it; `probe show` lists what there is")

@@ -1,186 +1,204 @@
 """Measures one cell in this process, which must be a fresh one."""
 
 import itertools
-import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 import torch._dynamo  # which the first optimizer step would import, 4 s on an H200's host: what stands ready has it
 
-from probe.cell import Cell, shape
+from probe.cell import Cell
+from probe.outcome import CellProgress
+from probe.records import Measurement
 from probe.stats import is_settled, is_steady
-from probe.tasks import custom_step
-from probe.verdict import MIN_STEPS, Card, spill
-from spillcliff.errors import UserError, is_out_of_memory
-from spillcliff.hardware import device, nvml
-from spillcliff.hardware.usage import Claim
-from trainer import checkpoint
+from probe.tasks.custom_step import CustomStep
+from probe.tasks.table import MeasureCell
+from probe.verdict import MIN_STEPS, spill_reason
+from spillcliff.errors import is_out_of_memory
+from spillcliff.hardware import nvml
+from spillcliff.hardware.device import THROTTLED, resolve_device, synchronize
+from spillcliff.hardware.usage import MemoryClaim, process_seconds
 from trainer.config import OptimizerConfig, StepConfig, clip_for
-from trainer.data.tokens import Tokens, feed
-from trainer.run.distributed import Team
-from trainer.run.log import process_seconds
-from trainer.run.step import TrainStep
-from trainer.run.timing import Pace, StepTimes
+from trainer.data.feed import feed
+from trainer.data.tokens import Tokens
+from trainer.run.distributed import ProcessGroup
+from trainer.run.step import SINGLE, TrainStep
+from trainer.run.timing import StepTimer, StepTimes
 
-ALONE = Team()
+LR = 1e-5
+"""The update's cost doesn't depend on the rate, and a tiny one keeps the loss finite on random tokens."""
 WARM_S = 0.5
 """Least warm-up: an H200 needs about as long to raise its clock from idle."""
+STEADY = 0.02
+"""Most drift of the step time, in shares, at which the warm-up is over."""
+PRECISE = 0.01
+"""Half the width of the median's 95% interval, in shares, at which a cell has been timed."""
 MAX_STEPS = 200
 SLOW_STEPS = 3
 """Steps that show a spill by their time alone."""
-LOOK_S = 1.0
+LOOK_EVERY_S = 1.0
 """Time between looks at the counters while steps are timed: the driver is asked as seldom as a spill still shows in time."""
 
 
-def look(name: str | None, folder: str, report) -> dict:
-    """What the device is, and how fast `folder`'s disk takes a checkpoint; makes no context on a card."""
-    import dataclasses
-
-    where = device.resolve(name)
-    return dataclasses.asdict(device.facts(where)) | {"disk_write_bytes_s": disk_rate(Path(folder))}
-
-
-def started(report) -> dict:
-    """{start_up_s}: seconds of starting Python and importing all this, for a process that was started anew."""
-    return {"start_up_s": process_seconds()}
-
-
-def copy_rate(name: str, report) -> dict:
-    """How fast a card's tensors are copied to host memory, as a checkpoint begins, in bytes per second: first_copy_bytes_s
-    into memory that is new to the process, as the first one of a run does, and copy_bytes_s into the same again."""
-    tensors = torch.ones(16, 1 << 22, device=device.resolve(name)).unbind()
-    host, rates = [torch.empty(t.shape) for t in tensors], []
-    for _ in range(2):
-        device.synchronize(tensors[0].device)
-        begin = time.perf_counter()
-        for there, tensor in zip(host, tensors, strict=True):
-            there.copy_(tensor)
-        rates.append(tensors[0].nbytes * len(tensors) / (time.perf_counter() - begin))
-    return {"first_copy_bytes_s": rates[0], "copy_bytes_s": rates[1]}
-
-
-def disk_rate(folder: Path, size: int = 1 << 28) -> float | None:
-    """Bytes per second of writing a checkpoint of 256 MB in `folder`, as a run writes it; None where it can't be written. A
-    plain file of 64 MB was written at 1.7 GB/s where a run's checkpoints of 1.8 GB then took 2.8 s each."""
-    state = {"state": torch.ones(size // 4)}
-    try:
-        with tempfile.TemporaryDirectory(dir=folder) as run:
-            begin = time.perf_counter()
-            checkpoint.save(Path(run), 0, state, {})
-            return size / (time.perf_counter() - begin)
-    except (OSError, UserError):
-        return None
-
-
-def fed(cell: Cell, where: torch.device, share: StepConfig | None = None) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
-    """(a batch to evaluate, each step's tokens) of random ids, for a process's `share` of the cell's step if it is not all,
+def random_feed(cell: Cell, device: torch.device, part: StepConfig | None = None) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
+    """(a batch to evaluate, each step's tokens) of random ids, for a process's `part` of the cell's step if it is not all,
     the way a run feeds its own: on an H200 the stream that copies them takes 73 MB of the card, which tokens made there
     would not show."""
-    step = share or cell.step
-    ids = np.random.default_rng(0).integers(cell.vocab, size=2 * step.batch * step.length + 1, dtype=np.uint32)
-    tokens = Tokens(ids, cell.vocab, "random")
-    return torch.from_numpy(tokens.fixed(step.batch, step.length, 1)[0]), feed(tokens, step, 0, where)
+    step = part or cell.step
+    ids = np.random.default_rng(0).integers(cell.vocab, size=2 * step.micro_tokens + 1, dtype=np.uint32)
+    tokens = Tokens.of_ids(ids, cell.vocab, "random")
+    return torch.from_numpy(tokens.fixed_batches(step.batch, step.length, 1)[0]), feed(tokens, step, 0, device)
 
 
 class _Spilled(Exception):
     """The cell has certainly spilled: no more of it need be run."""
 
 
-def measure(cell: Cell, name: str, uuid: str, seconds: float, card: Card, slow_s: float | None, report,
-            team: Team = ALONE) -> dict:
-    """Runs the step that trains until its time is known, for about `seconds`; returns the measured fields of a record.
+def measure_cell(task: MeasureCell, send: Callable[[CellProgress], None], group: ProcessGroup = SINGLE) -> Measurement:
+    """What was measured of the task's cell; `send` is told of each step, so that a process which dies leaves what it had
+    measured.
 
-    `report` is told of each step, so that a process which dies leaves what it had measured. A cell that has certainly
-    spilled is left at once: by its memory, or by three steps past `slow_s`. Exceptions of torch pass through. In a `team`
-    that has joined, this process does its share of each step, and what it tells is its own.
+    A cell that has certainly spilled is left at once: by its memory, or by three steps past `slow_s`. Exceptions of torch
+    pass through. In a `group` that was joined, this process does its part of each step, and what it tells is its own.
     """
-    start_up_s = process_seconds()
-    claim = Claim()
-    where = team.place(device.resolve(name))
-    share = team.seat.equal(cell.step)
-    free = nvml.free_bytes(uuid) if where.type == "cuda" else _available_bytes()
-    report({"free_at_start_bytes": free, "setting_up": True})
-    claim.begin(where, uuid)
-    began = time.perf_counter()
-    looked = began
-    warmup: list[StepTimes] = []
-    timed: list[StepTimes] = []
-    found = {"free_at_start_bytes": free, "start_up_s": start_up_s}
+    return _CellMeasurement(task, send, group).measure()
 
-    def note() -> dict:
-        """What is known of the memory so far."""
-        found.update(claim.peaks(where, uuid))
-        found["non_local_growth_bytes"] = claim.non_local_growth()
-        return found
 
-    def is_excused() -> bool:
-        """Whether slow steps have another cause than a spill: heat, or memory that was found to be fast."""
-        return bool(nvml.readings(uuid).get("throttle", 0) & device.THROTTLED
-                    or card.cliff and card.cliff.shows_fast(note()["device_peak_bytes"]))
+class _CellMeasurement:
+    """One measurement, phase by phase."""
 
-    def run_until(times: list[StepTimes], enough) -> None:
-        nonlocal looked
+    def __init__(self, task: MeasureCell, send: Callable[[CellProgress], None], group: ProcessGroup) -> None:
+        self.start_up_s = process_seconds()
+        self.task, self.cell, self.send, self.group = task, task.cell, send, group
+        self.claim = MemoryClaim()
+        self.device = group.own_device(resolve_device(task.device))
+        self.part = group.world.part_of_batch(task.cell.step)
+        self.free_bytes = nvml.free_bytes(task.uuid) if self.device.type == "cuda" else _available_bytes()
+        self.warmup: list[StepTimes] = []
+        self.timed: list[StepTimes] = []
+        self.setup_s: float | None = None
+        self.eval_s: float | None = None
+        self.retries_before = 0
+        self.is_setting_up = True
+
+    def measure(self) -> Measurement:
+        self.tell()
+        self.claim.begin(self.device, self.task.uuid)
+        self.began_s = self.looked_s = time.perf_counter()
+        try:
+            self.build_step()
+            self.warm_up()
+            self.time_evaluation()
+            self.time_steps()
+        except _Spilled:  # the step that is still running is not waited for: it may take minutes
+            if not self.timed:  # the first step loads kernels, but it has to do where it is the only one
+                keep = 1 if len(self.warmup) > 1 else 0
+                self.warmup, self.timed = self.warmup[:keep], self.warmup[keep:]
+        except Exception as e:
+            if is_out_of_memory(type(e).__name__, str(e)):  # how much it had taken by then tells a spill from a failure
+                self.tell(readings=self.others())
+            raise
+        return self.measured(readings=self.readings())
+
+    def build_step(self) -> None:
+        self.step: TrainStep | CustomStep
+        self.window: torch.Tensor | None = None
+        self.batches: Iterator[Any] = itertools.repeat(None)
+        model = self.cell.config
+        if model is None:
+            self.step = CustomStep(self.cell, self.device)
+        else:
+            self.step = TrainStep(model, self.part, OptimizerConfig(LR, clip=clip_for(self.part)), self.device,
+                                  group=self.group)
+            self.window, self.batches = random_feed(self.cell, self.device, self.part)
+        self.timer = StepTimer(self.step)
+        synchronize(self.device)
+        self.is_setting_up = False
+        self.tell()
+
+    def warm_up(self) -> None:
+        """Until the step time is steady, for a third of the cell's time at most."""
+        if isinstance(self.step, TrainStep) and self.window is not None:
+            self.step.evaluate(self.window)  # as a run does before its first step: what it leaves in the allocator stays
+        self.run_until(self.warmup, lambda s: len(self.warmup) >= 2 and (
+            s >= self.task.seconds / 3 or (s >= WARM_S and is_steady([t.step_s for t in self.warmup], STEADY))))
+        self.setup_s = time.perf_counter() - self.began_s - sum(t.step_s for t in self.warmup[1:])
+
+    def time_evaluation(self) -> None:
+        if isinstance(self.step, TrainStep) and self.window is not None:
+            synchronize(self.device)
+            begin = time.perf_counter()
+            self.step.evaluate(self.window)
+            synchronize(self.device)
+            self.eval_s = time.perf_counter() - begin
+
+    def time_steps(self) -> None:
+        """Until their median is certain, for two thirds of the cell's time at most."""
+        self.claim.watch_others()
+        self.retries_before = self.claim.peaks(self.device, self.task.uuid).alloc_retries
+        self.run_until(self.timed, lambda s: len(self.timed) >= MIN_STEPS and (
+            s >= self.task.seconds * 2 / 3 or len(self.timed) >= MAX_STEPS
+            or is_settled([t.step_s for t in self.timed], PRECISE)))
+
+    def run_until(self, times: list[StepTimes], is_enough: Callable[[float], bool]) -> None:
         begin = time.perf_counter()
-        team.agree(False)  # a team's answer is that of the last question, which was another loop's
-        while not team.agree(enough(time.perf_counter() - begin)):
-            finished = pace.run(next(steps), 1e-5)
+        self.group.any_asked(False)  # the group's answer is that of the last question, which was another loop's
+        while not self.group.any_asked(is_enough(time.perf_counter() - begin)):
+            finished = self.timer.run(next(self.batches), LR)
             if finished:
                 times.append(finished)
-                report({"warmup_s": [t.step_s for t in warmup], "step_s": [t.step_s for t in timed]})
-                if len(warmup) < 3 or time.perf_counter() - looked > LOOK_S:
-                    if spill(note(), cell, card):
+                self.tell()
+                if len(self.warmup) < 3 or time.perf_counter() - self.looked_s > LOOK_EVERY_S:
+                    if spill_reason(self.measured(with_memory=True, with_times=False), self.cell, self.task.card):
                         raise _Spilled
-                    looked = time.perf_counter()
-            is_slow = slow_s and len(times) >= SLOW_STEPS and min(t.step_s for t in times[-SLOW_STEPS:]) > slow_s
-            if is_slow and not is_excused():
+                    self.looked_s = time.perf_counter()
+            if self.is_slow(times) and not self.is_excused():
                 raise _Spilled
-        times.append(pace.drain())
+        if finished := self.timer.drain():
+            times.append(finished)
 
-    setup = eval_s = None
-    retries = 0
-    try:
-        if cell.is_foreign:
-            step, window, steps = custom_step.AnyStep(cell, where), None, itertools.repeat(None)
-        else:
-            # the update's cost doesn't depend on the rate, and a tiny one keeps the loss finite on random tokens
-            step = TrainStep(shape(cell), share, OptimizerConfig(1e-5, clip=clip_for(share)), where, team=team)
-            window, steps = fed(cell, where, share)
-        pace = Pace(step)
-        device.synchronize(where)
-        report({"setting_up": False})
-        if window is not None:
-            step.evaluate(window)  # as a run does before its first step: what it leaves in the allocator stays
-        run_until(warmup, lambda s: len(warmup) >= 2 and (
-            s >= seconds / 3 or s >= WARM_S and is_steady([t.step_s for t in warmup], 0.02)))
-        setup = time.perf_counter() - began - sum(t.step_s for t in warmup[1:])
-        if window is not None:
-            device.synchronize(where)
-            begin = time.perf_counter()
-            step.evaluate(window)
-            device.synchronize(where)
-            eval_s = time.perf_counter() - begin
-        claim.watch()
-        retries = note()["alloc_retries"]
-        run_until(timed, lambda s: len(timed) >= MIN_STEPS and (
-            s >= seconds * 2 / 3 or len(timed) >= MAX_STEPS or is_settled([t.step_s for t in timed], 0.01)))
-    except _Spilled:  # the step that is still running is not waited for: it may take minutes
-        if not timed:  # the first step loads kernels, but it has to do where it is the only one
-            warmup, timed = (warmup[:1], warmup[1:]) if len(warmup) > 1 else ([], warmup)
-    except Exception as e:
-        if is_out_of_memory(type(e).__name__, str(e)):  # how much it had taken by then tells a spill from a failure
-            report(note() | {"readings": {"others": claim.others(uuid)}} if where.type == "cuda" else note())
-        raise
-    readings = nvml.readings(uuid) | {"others": claim.others(uuid)} if where.type == "cuda" else {}
-    values = {"warmup_s": [t.step_s for t in warmup], "step_s": [t.step_s for t in timed], "eval_s": eval_s,
-              "setup_s": setup, "readings": readings, **note()}
-    values["timed_retries"] = values["alloc_retries"] - retries
-    if timed and not cell.is_foreign:
-        values |= {"micro_s": median(t.micro_s for t in timed), "optimizer_s": median(t.optimizer_s for t in timed)}
-    return values
+    def is_slow(self, times: list[StepTimes]) -> bool:
+        """Whether the last steps all took longer than smaller cells ask for."""
+        slow_s = self.task.slow_s
+        return slow_s is not None and len(times) >= SLOW_STEPS and min(t.step_s for t in times[-SLOW_STEPS:]) > slow_s
+
+    def is_excused(self) -> bool:
+        """Whether slow steps have another cause than a spill: heat, or memory that was seen to be fast."""
+        if int(nvml.readings(self.task.uuid).get("throttle", 0)) & THROTTLED:
+            return True
+        cliff = self.task.card.cliff
+        return cliff is not None and cliff.shows_fast(self.claim.peaks(self.device, self.task.uuid).device_peak_bytes)
+
+    def others(self) -> dict[str, Any]:
+        """What other programs did on the card."""
+        return {"others": asdict(self.claim.others(self.task.uuid))} if self.device.type == "cuda" else {}
+
+    def readings(self) -> dict[str, Any]:
+        """The card's own, and what other programs did."""
+        return nvml.readings(self.task.uuid) | self.others() if self.device.type == "cuda" else {}
+
+    def tell(self, readings: dict[str, Any] | None = None) -> None:
+        """Sends what is known: times at each step, memory where it matters, since the driver takes time to tell."""
+        self.send(CellProgress(self.is_setting_up, self.measured(readings or {}, with_memory=readings is not None)))
+
+    def measured(self, readings: dict[str, Any] | None = None, with_memory: bool = True, with_times: bool = True) -> Measurement:
+        peaks = asdict(self.claim.peaks(self.device, self.task.uuid)) if with_memory else {}
+        if with_memory:
+            peaks["non_local_growth_bytes"] = self.claim.non_local_growth_bytes()
+            peaks["timed_retries"] = peaks["alloc_retries"] - self.retries_before if self.timed else 0
+        times: dict[str, Any] = {}
+        if with_times:
+            times = {"warmup_s": tuple(t.step_s for t in self.warmup), "step_s": tuple(t.step_s for t in self.timed),
+                     "eval_s": self.eval_s, "setup_s": self.setup_s}
+            if self.timed and not self.cell.is_custom:
+                times |= {"micro_s": median(t.micro_s for t in self.timed),
+                          "optimizer_s": median(t.optimizer_s for t in self.timed)}
+        return Measurement(start_up_s=self.start_up_s, free_at_start_bytes=self.free_bytes, readings=readings or {}, **peaks,
+                           **times)
 
 
 def _available_bytes() -> int:

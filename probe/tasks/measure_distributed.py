@@ -1,43 +1,52 @@
 """Measures one cell by several processes, started by torchrun as their training is.
 
-    python -m torch.distributed.run ... -m probe.tasks.measure_distributed FOLDER DEVICE SECONDS TEAM CELL
+    python -m torch.distributed.run ... -m probe.tasks.measure_distributed FOLDER
 
-is what each of them runs; the first leaves what was measured in FOLDER.
+is what each of them runs: the task lies in FOLDER, where the main one leaves what was measured.
 """
 
-import dataclasses
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from probe.cell import Cell
-from spillcliff.hardware.device import is_sharded, team_size
+from probe.outcome import CellProgress
+from probe.records import Measurement
+from probe.tasks.table import MeasureCell, MeasureDistributed
+from probe.tasks.worker import child_environment
+from probe.verdict import Card
+from spillcliff.hardware.fingerprints import device_count, is_sharded
 
+TASK, ANSWER = "task.pickle", "answer.pickle"
 PEAKS = ("allocated_peak_bytes", "reserved_peak_bytes", "device_peak_bytes")
 
 
-def measure(cell: Cell, device: str, seconds: float, name: str, report) -> dict:
-    """As measure_cell.measure, by the team called `name`: times of the first, peaks of the largest. Nothing is told
-    meanwhile."""
-    report({"setting_up": True})
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(team_size(name)),
-                   "--", "-m", __name__, folder, device, str(seconds), name, json.dumps(dataclasses.asdict(cell))]
-        done = subprocess.run(command, stdin=_held_open(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        answer = Path(folder) / "measured.json"
-        if answer.exists():
-            return json.loads(answer.read_text())
-        first_first = sorted(Path(folder).glob("failed-*.json"), key=lambda p: p.stat().st_mtime_ns)
-        failures = [json.loads(p.read_text()) for p in first_first]
+def measure_distributed(task: MeasureDistributed, send: Callable[[CellProgress], None]) -> Measurement:
+    """As measure_cell.measure_cell, by the task's group: times of the main process, peaks of the largest. Nothing is told
+    meanwhile. RuntimeError with the first failure."""
+    send(CellProgress())
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / TASK).write_bytes(pickle.dumps(task))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                   str(device_count(task.group)), "--", "-m", __name__, name]
+        done = subprocess.run(command, stdin=_pipe_that_ends_with_us(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              env=os.environ | child_environment())
+        if (folder / ANSWER).exists():
+            return pickle.loads((folder / ANSWER).read_bytes())
+        in_order = sorted(folder.glob("failed-*.json"), key=lambda p: p.stat().st_mtime_ns)
+        failures = [json.loads(p.read_text()) for p in in_order]
     kind, text = failures[0] if failures else ("ended", done.stdout.decode(errors="replace").strip()[-300:])
     raise RuntimeError(f"{kind}: {text}")
 
 
-def _held_open() -> int:
+def _pipe_that_ends_with_us() -> int:
     """The reading end of a pipe that is closed when this process ends, however it does, which ends those that it started."""
     ours, theirs = os.pipe()
     os.set_inheritable(theirs, False)
@@ -49,30 +58,31 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def main(folder: str, device: str, seconds: str, name: str, cell: str) -> None:
+def main(folder: Path) -> None:
     """One process of several."""
-    from probe.tasks.measure_cell import measure as alone
-    from probe.verdict import Card
-    from spillcliff.hardware.device import facts, resolve
-    from trainer.run.distributed import Seat, Team
+    from probe.tasks.measure_cell import measure_cell
+    from spillcliff.hardware.device import device_facts, resolve_device
+    from trainer.ranks import World
+    from trainer.run.distributed import ProcessGroup
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    seat = Seat.of(os.environ)
-    team = Team(seat, is_sharded(name))
+    task: MeasureDistributed = pickle.loads((folder / TASK).read_bytes())
+    world = World.of_environment(os.environ)
+    group = ProcessGroup(world, is_sharded(task.group))
     try:
-        where = team.place(resolve(device))
-        team.join(where)
+        device = group.own_device(resolve_device(task.device))
+        group.join(device)
         nothing_spills = Card(None, is_card=False)  # one that left early would leave the others waiting
-        values = alone(Cell(**json.loads(cell)), device, facts(where).uuid, float(seconds), nothing_spills, None,
-                       lambda progress: None, team)
-        values |= {name: team.largest(values[name]) for name in PEAKS}
-        team.leave()
+        own = MeasureCell(task.cell, task.device, device_facts(device).uuid, task.seconds, nothing_spills)
+        measured = measure_cell(own, lambda progress: None, group)
+        measured = replace(measured, **{name: group.largest(getattr(measured, name)) for name in PEAKS})
+        group.leave()
     except Exception as e:  # whatever it was, the one that measures must hear of it
-        (Path(folder) / f"failed-{seat.rank}.json").write_text(json.dumps([type(e).__name__, str(e)]))
+        (folder / f"failed-{world.rank}.json").write_text(json.dumps([type(e).__name__, str(e)]))
         raise
-    if seat.leads:
-        (Path(folder) / "measured.json").write_text(json.dumps(values))
+    if world.is_main:
+        (folder / ANSWER).write_bytes(pickle.dumps(measured))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(Path(sys.argv[1]))

@@ -1,10 +1,14 @@
-"""The ballast probe: takes a card's memory block by block, times a pass over every block, and sees where that collapses or
-the allocation fails. Needs no model. The search is pure; `measure` runs it on a card, in a fresh process."""
+"""Takes a card's memory block by block, times a pass over every block, and sees where that collapses or the allocation fails.
+Needs no model. `scan` is pure; `scan_card` runs it on a card, in a fresh process."""
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+from probe.tasks.table import ScanAnswer
+from spillcliff.hardware.device import resolve_device
+from spillcliff.hardware.usage import MemoryClaim
 
 COLLAPSE = 3.0
 """A pass that takes this many times as long as when the card was empty is no noise: past a cap, host memory was 5 times
@@ -26,17 +30,18 @@ TRIES = 3
 class Memory(Protocol):
     """A card's memory as the search sees it."""
 
-    def take(self, size: int) -> object | None:
+    def take(self, size: int) -> Any:
         """A block of `size` bytes, or None when that fails."""
 
-    def give(self, block: object) -> None: ...
+    def give(self, block: Any) -> None:
+        """Frees it."""
 
-    def pass_s(self, block: object) -> float:
+    def pass_s(self, block: Any) -> float:
         """Seconds of one read and write of the block."""
 
 
 @dataclass(frozen=True)
-class Found:
+class Scan:
     """Bytes up to which all blocks were fast, bytes at which they were not (None for kind "reserve"), and seconds per byte
     of a pass over a fast and over the slow block."""
 
@@ -59,7 +64,7 @@ def reserve(total_bytes: int) -> int:
     return max(int(total_bytes * RESERVE_SHARE), RESERVE_BYTES)
 
 
-def find(memory: Memory, total_bytes: int, free_bytes: int, say: Callable[[int], None] = lambda held: None) -> Found:
+def scan(memory: Memory, total_bytes: int, free_bytes: int, tell: Callable[[int], None] = lambda taken: None) -> Scan:
     """Where `memory` stops being fast, to FINEST_BYTES. Everything taken is given back by the end, however it ends.
 
     MemoryError if not even the first block can be had.
@@ -67,32 +72,32 @@ def find(memory: Memory, total_bytes: int, free_bytes: int, say: Callable[[int],
     size = block_size(total_bytes)
     ceiling = free_bytes - reserve(total_bytes)
     blocks: list[tuple[object, int]] = []
-    held, kind, bad, slow_s = 0, "reserve", None, None
+    taken, kind, bad, slow_s = 0, "reserve", None, None
     try:
         normal = _references(memory, min(size, max(FINEST_BYTES, ceiling)))
         while size >= FINEST_BYTES:
-            if held + size > ceiling:
+            if taken + size > ceiling:
                 size //= 2
                 continue
             block = memory.take(size)
             if block is None:
-                kind, bad, size = "failure", held + size, size // 2
+                kind, bad, size = "failure", taken + size, size // 2
                 continue
             blocks.append((block, size))
-            held += size
+            taken += size
             slow = _slow(memory, blocks, normal)
             if slow is None:
-                say(held)
+                tell(taken)
                 continue
-            kind, bad, slow_s = "collapse", held, slow
+            kind, bad, slow_s = "collapse", taken, slow
             while blocks and slow is not None:  # where the driver moved an older block out, it may not come back at once
                 block, its_size = blocks.pop()
-                held -= its_size
+                taken -= its_size
                 memory.give(block)
                 slow = _slow(memory, blocks, normal)
             size //= 2
         largest = max(normal)
-        return Found(kind, held, bad, normal[largest] / largest, slow_s)
+        return Scan(kind, taken, bad, normal[largest] / largest, slow_s)
     finally:
         for block, _ in blocks:
             memory.give(block)
@@ -100,19 +105,20 @@ def find(memory: Memory, total_bytes: int, free_bytes: int, say: Callable[[int],
 
 def _references(memory: Memory, largest: int) -> dict[int, float]:
     """Seconds of a pass over a block of each size while the card is empty."""
-    found, size = {}, FINEST_BYTES
+    pass_s: dict[int, float] = {}
+    size = FINEST_BYTES
     while size <= largest:
         block = memory.take(size)
         if block is None:
             break
         for _ in range(20):  # the clock rises from idle
             memory.pass_s(block)
-        found[size] = min(memory.pass_s(block) for _ in range(2 * TRIES))
+        pass_s[size] = min(memory.pass_s(block) for _ in range(2 * TRIES))
         memory.give(block)
         size *= 2
-    if not found:
+    if not pass_s:
         raise MemoryError(f"not even {FINEST_BYTES >> 20} MB could be taken")
-    return found
+    return pass_s
 
 
 def _slow(memory: Memory, blocks: list[tuple[object, int]], normal: dict[int, float]) -> float | None:
@@ -132,23 +138,23 @@ def _slow(memory: Memory, blocks: list[tuple[object, int]], normal: dict[int, fl
 class CardMemory:
     """A card's memory by torch's own allocator, whose caps and pools apply."""
 
-    def __init__(self, device) -> None:
+    def __init__(self, device: Any) -> None:
         import torch
 
         self._torch, self._device = torch, device
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-    def take(self, size: int):
+    def take(self, size: int) -> Any:
         try:
             return self._torch.zeros(size // 4, device=self._device)
         except self._torch.OutOfMemoryError:
             return None
 
-    def give(self, block) -> None:
+    def give(self, block: Any) -> None:
         block.untyped_storage().resize_(0)
         self._torch.cuda.empty_cache()
 
-    def pass_s(self, block) -> float:
+    def pass_s(self, block: Any) -> float:
         self._begin.record()
         block.add_(1)
         self._end.record()
@@ -156,23 +162,21 @@ class CardMemory:
         return self._begin.elapsed_time(self._end) / 1000
 
 
-def measure(name: str, uuid: str, report, memory: Callable[..., Memory] = CardMemory) -> dict:
-    """Runs the search on the CUDA card `name`; returns the measured fields of a Cliff."""
+def scan_card(name: str, uuid: str, send: Callable[[int], None], memory: Callable[..., Memory] = CardMemory) -> ScanAnswer:
+    """Scans the CUDA card `name`; `send` is told the bytes that it holds. MemoryError if nothing can be had."""
     import torch
 
-    from spillcliff.hardware.device import resolve
-    from spillcliff.hardware.usage import Claim
-
-    claim = Claim()
-    where = resolve(name)
-    torch.cuda.set_device(where)
-    began = time.perf_counter()
-    claim.begin(where, uuid)
-    free, total = torch.cuda.mem_get_info(where)
+    claim = MemoryClaim()
+    device = resolve_device(name)
+    torch.cuda.set_device(device)
+    began_s = time.perf_counter()
+    claim.begin(device, uuid)
+    free, total = torch.cuda.mem_get_info(device)
     torch.cuda.empty_cache()
-    context = claim.peaks(where, uuid)
-    found = find(memory(where), total, free, lambda held: report({"held_bytes": held}))
-    beside = (context["device_peak_bytes"] or 0) - (context["reserved_peak_bytes"] or 0)
-    return {"kind": found.kind, "fast_bytes": found.fast_bytes, "bad_bytes": found.bad_bytes,
-            "context_bytes": max(0, beside), "free_at_start_bytes": free + beside, "fast_bytes_s": 2 / found.fast_s,
-            "slow_bytes_s": found.slow_s and 2 / found.slow_s, "seconds": time.perf_counter() - began}
+    peaks = claim.peaks(device, uuid)
+    context = max(0, (peaks.device_peak_bytes or 0) - (peaks.reserved_peak_bytes or 0))
+    result = scan(memory(device), total, free, send)
+    return ScanAnswer(
+        kind=result.kind, fast_bytes=result.fast_bytes, bad_bytes=result.bad_bytes, context_bytes=context,
+        free_at_start_bytes=free + context, fast_bytes_s=2 / result.fast_s, slow_bytes_s=result.slow_s and 2 / result.slow_s,
+        seconds=time.perf_counter() - began_s)

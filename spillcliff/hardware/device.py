@@ -1,14 +1,18 @@
 """Which device, what it is, and the fp32 lock. Imports torch only when asked for a device."""
 
-import functools
 import os
 import platform
 import re
 import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from spillcliff.errors import NoKernels, UserError
 from spillcliff.hardware import nvml
+from spillcliff.hardware.fingerprints import cpu_name, slug
+
+if TYPE_CHECKING:
+    import torch
 
 THROTTLED = 0x4 | 0x8 | 0x20 | 0x40 | 0x80
 """NVML's bits for a power cap, hardware slowdown, two thermal ones and the power brake; 0x1 is idleness, no throttle."""
@@ -33,61 +37,9 @@ class DeviceFacts:
     allocator: str
 
     @property
-    def software(self) -> dict:
+    def software(self) -> dict[str, str | None]:
+        """What a measurement depends on beside the device."""
         return {k: getattr(self, k) for k in ("torch", "cuda", "driver", "python", "platform", "allocator")}
-
-
-def slug(text: str) -> str:
-    """"NVIDIA H200" to "nvidia-h200": a name that is a folder on every system."""
-    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm|c)\)", "", text.lower())).strip("-")
-
-
-@functools.cache
-def cpu_name() -> str:
-    """The processor's own name and its number of cores, as "AMD EPYC, 2 cores"."""
-    name = ""
-    try:
-        if sys.platform == "linux":
-            with open("/proc/cpuinfo") as f:
-                name = next((line.split(":", 1)[1].strip() for line in f if line.startswith("model name")), "")
-        elif sys.platform == "win32":
-            import winreg
-
-            with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, r"HARDWARE\DESCRIPTION\System\CentralProcessor\0") as key:
-                name = winreg.QueryValueEx(key, "ProcessorNameString")[0].strip()
-        elif sys.platform == "darwin":
-            import subprocess
-
-            asked = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
-            name = asked.stdout.strip()
-    except OSError:
-        pass
-    return f"{name or platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-
-
-_TEAM = re.compile(r"-x([1-9]\d{0,5})(-sharded)?$")
-
-
-def team_name(fingerprint: str, size: int, is_sharded: bool = False) -> str:
-    """What `size` devices of a kind are called that train one model together: a device of their own, with a folder of its
-    own under results/."""
-    return fingerprint if size == 1 else f"{fingerprint}-x{size}" + "-sharded" * is_sharded
-
-
-def team_size(name: str) -> int:
-    """How many devices are meant by what team_name gave."""
-    match = _TEAM.search(name)
-    return int(match[1]) if match else 1
-
-
-def is_sharded(name: str) -> bool:
-    """Whether those are meant that keep a part of the weights each."""
-    return name.endswith("-sharded")
-
-
-def one_of_team(name: str) -> str:
-    """What one of those is called."""
-    return _TEAM.sub("", name)
 
 
 def lacks_kernels(capability: tuple[int, int], arch_list: list[str]) -> str | None:
@@ -112,11 +64,13 @@ def lacks_kernels(capability: tuple[int, int], arch_list: list[str]) -> str | No
             f"install {build}: python3 bootstrap.py chooses it")
 
 
-def _cards(torch) -> list[str]:
+def _cuda_devices() -> list[str]:
+    import torch
+
     return [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 
 
-def resolve(name: str | None):
+def resolve_device(name: str | None) -> "torch.device":
     """The torch device called `name` ("cuda", "cuda:1", "cpu", "mps", "xpu", or a fingerprint of this machine's), or the
     best there is for None.
 
@@ -137,7 +91,7 @@ def resolve(name: str | None):
             name = "mps"
     match = re.fullmatch(r"(cpu|cuda|xpu|mps)(?::(\d+))?", name)
     if not match:
-        here = {facts(d).fingerprint: d for d in [*map(torch.device, _cards(torch)), torch.device("cpu")]}
+        here = {device_facts(d).fingerprint: d for d in [*map(torch.device, _cuda_devices()), torch.device("cpu")]}
         if name in here:
             return here[name]
         raise UserError(f"device {name!r} is not here; it is cuda, cuda:1, cpu, mps, xpu, or one of {', '.join(here)}")
@@ -150,8 +104,8 @@ def resolve(name: str | None):
         module = getattr(torch, kind)
         count = module.device_count() if module.is_available() else 0
     if index >= count:
-        here = [f"{kind}:{i}" for i in range(count)] + ["cpu"]
-        raise UserError(f"device {name} is not here; this torch ({torch.__version__}) sees {', '.join(here)}")
+        seen = [f"{kind}:{i}" for i in range(count)] + ["cpu"]
+        raise UserError(f"device {name} is not here; this torch ({torch.__version__}) sees {', '.join(seen)}")
     if kind == "cuda":
         reason = lacks_kernels(torch.cuda.get_device_capability(index), torch.cuda.get_arch_list())
         if reason:
@@ -160,12 +114,13 @@ def resolve(name: str | None):
 
 
 def total_ram_bytes() -> int:
+    """Memory of the machine."""
     import psutil
 
     return psutil.virtual_memory().total
 
 
-def facts(device) -> DeviceFacts:
+def device_facts(device: "torch.device") -> DeviceFacts:
     """What `device` is; on a card this makes no context."""
     import torch
 
@@ -182,7 +137,7 @@ def facts(device) -> DeviceFacts:
     conf = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     return DeviceFacts(
         fingerprint=slug(name if device.type in ("cuda", "xpu") else f"{device.type} {name}"), name=name,
-        kind=device.type, total_bytes=total, capability=capability, cores=cores, uuid=uuid, torch=torch.__version__,
+        kind=device.type, total_bytes=total, capability=capability, cores=cores, uuid=uuid, torch=str(torch.__version__),
         cuda=torch.version.cuda if device.type == "cuda" else None, driver=nvml.driver() if uuid else None,
         python=platform.python_version(), platform=platform.platform(),
         allocator=conf or ("native" if device.type == "cuda" else "default"))
@@ -211,18 +166,19 @@ def settle_heap() -> None:
             mallopt(-3, 16 << 20)  # M_MMAP_THRESHOLD
 
 
-def refuse_engine(engine: str, kind: str, capability: tuple[int, int] | None) -> str | None:
+def engine_refusal(engine: str, kind: str, capability: tuple[int, int] | None) -> str | None:
     """Why `engine` can't run on a device of this kind and capability; None if it can."""
     if engine == "graph" and kind != "cuda":
         return f"engine graph records CUDA graphs, which a {kind} device does not have; use eager"
-    if engine == "compile" and (kind != "cuda" or capability < (7, 0)):
-        seen = "a " + kind + " device" if kind != "cuda" else "compute capability {}.{}".format(*capability)
+    if engine == "compile" and (kind != "cuda" or capability is None or capability < (7, 0)):
+        seen = "compute capability {}.{}".format(*capability) if kind == "cuda" and capability else f"a {kind} device"
         return f"engine compile needs a CUDA card of compute capability 7.0 or more, and this is {seen}; use " + (
             "eager or graph" if kind == "cuda" else "eager")
     return None
 
 
-def synchronize(device) -> None:
+def synchronize(device: "torch.device") -> None:
+    """Waits until the device has done all that it was given."""
     import torch
 
     if device.type != "cpu":
@@ -230,47 +186,8 @@ def synchronize(device) -> None:
 
 
 def on_battery() -> bool:
+    """Whether the machine has a battery and runs on it."""
     import psutil
 
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     return battery is not None and battery.power_plugged is False
-
-
-def software_here(fingerprint: str) -> dict:
-    """{torch, driver} of this machine as they are now, without importing torch; {} if the device is another machine's."""
-    from importlib import metadata
-
-    is_card = fingerprint in [slug(n) for n in nvml.names()]
-    if not is_card and fingerprint not in (slug(f"cpu {cpu_name()}"), slug(f"mps {cpu_name()} (Metal)")):
-        return {}
-    try:
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        torch = None
-    return {"torch": torch, "driver": nvml.driver() if is_card else None}
-
-
-def choose(names: list[str], name: str | None, only_one_will_do: bool) -> str:
-    """Which of the measured devices `names` is meant: the one called `name` ("cuda", "cuda:1", "cpu", "mps" or a name), else
-    this machine's. Another machine's is taken unnamed only if it is the only one and `only_one_will_do`. UserError lists
-    the names. Asks the driver alone, not torch."""
-    here = [slug(n) for n in nvml.names()]
-    cpu, mps = slug(f"cpu {cpu_name()}"), slug(f"mps {cpu_name()} (Metal)")
-    if name is not None:
-        kind, _, index = name.partition(":")
-        if kind == "cuda":
-            if not (index or "0").isdecimal() or int(index or 0) >= len(here):
-                raise UserError(f"device {name} is not here; this machine's cards are: {', '.join(here) or 'none'}")
-            name = here[int(index or 0)]
-        else:
-            name = {"cpu": cpu, "mps": mps}.get(name, name)
-        if name not in names:
-            raise UserError(f"no records of device {name!r}; there are some of {', '.join(names)}")
-        return name
-    for mine in [*here, mps, cpu]:
-        if mine in names:
-            return mine
-    if len(names) == 1 and only_one_will_do:
-        return names[0]
-    raise UserError(f"none of the records is of this machine: measure it with `probe grid --model 150M`, or choose another "
-                    f"one by --device, of {', '.join(names)}")

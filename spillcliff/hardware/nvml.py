@@ -2,10 +2,11 @@
 
 import functools
 import warnings
+from typing import Any
 
 
 @functools.cache
-def _nvml():
+def _nvml() -> Any:
     """The initialised library, or None where there is no NVIDIA driver."""
     try:
         with warnings.catch_warnings():
@@ -17,7 +18,7 @@ def _nvml():
         return None
 
 
-def _ask(name: str, *args):
+def _ask(name: str, *args: Any) -> Any:
     """One NVML call; None where it is not supported (per-process memory under Windows, power on old laptops)."""
     nvml = _nvml()
     if nvml is None:
@@ -28,7 +29,7 @@ def _ask(name: str, *args):
         return None
 
 
-def _text(value) -> str | None:
+def _text(value: Any) -> str | None:
     return value.decode() if isinstance(value, bytes) else value
 
 
@@ -38,7 +39,7 @@ def uuids() -> tuple[str, ...]:
     return tuple(_text(_ask("nvmlDeviceGetUUID", h)) or "" for h in handles if h is not None)
 
 
-def _handle(uuid: str):
+def _handle(uuid: str) -> Any:
     return _ask("nvmlDeviceGetHandleByUUID", uuid)
 
 
@@ -49,6 +50,7 @@ def used_bytes(uuid: str) -> int | None:
 
 
 def free_bytes(uuid: str) -> int | None:
+    """Bytes that nobody uses."""
     memory = _ask("nvmlDeviceGetMemoryInfo", _handle(uuid)) if uuid else None
     return memory and int(memory.free)
 
@@ -56,22 +58,23 @@ def free_bytes(uuid: str) -> int | None:
 def processes(uuid: str) -> dict[int, int | None]:
     """Bytes of the card that each process holds which computes on it, by pid, context included; None under Windows. Empty
     where the driver doesn't tell; in a container the pids may be the host's."""
-    found = _ask("nvmlDeviceGetComputeRunningProcesses", _handle(uuid)) if uuid else None
-    return {p.pid: p.usedGpuMemory for p in found or ()}
+    running = _ask("nvmlDeviceGetComputeRunningProcesses", _handle(uuid)) if uuid else None
+    return {p.pid: p.usedGpuMemory for p in running or ()}
 
 
 def utilization_since(uuid: str, begin: float) -> dict[int, float]:
     """How busy each process kept the multiprocessors since `begin` (time.time()), by pid: the mean of the driver's samples,
     in percent. Empty where it has none."""
-    found: dict[int, list[int]] = {}
+    percents: dict[int, list[int]] = {}
     samples = _ask("nvmlDeviceGetProcessUtilization", _handle(uuid), int(begin * 1e6)) if uuid else None
     for sample in samples or ():
         if sample.timeStamp > begin * 1e6 and sample.smUtil <= 100:  # a percentage, else no reading
-            found.setdefault(sample.pid, []).append(sample.smUtil)
-    return {pid: sum(values) / len(values) for pid, values in found.items()}
+            percents.setdefault(sample.pid, []).append(sample.smUtil)
+    return {pid: sum(values) / len(values) for pid, values in percents.items()}
 
 
 def driver() -> str | None:
+    """The driver's version."""
     return _text(_ask("nvmlSystemGetDriverVersion"))
 
 
@@ -80,30 +83,30 @@ def power_source(uuid: str) -> int | None:
     return _ask("nvmlDeviceGetPowerSource", _handle(uuid)) if uuid else None
 
 
-def readings(uuid: str) -> dict:
+def readings(uuid: str) -> dict[str, float]:
     """Clock (MHz), temperature, power (W), utilization (%) and the throttle bits, each only where there is one."""
     handle = _handle(uuid) if uuid else None
     if handle is None:
         return {}
     power, utilization = _ask("nvmlDeviceGetPowerUsage", handle), _ask("nvmlDeviceGetUtilizationRates", handle)
-    found = {
+    values = {
         "clock_mhz": _ask("nvmlDeviceGetClockInfo", handle, 1),  # 1: the multiprocessors' clock
         "temperature_c": _ask("nvmlDeviceGetTemperature", handle, 0),  # 0: the chip's own sensor
         "power_w": power and power / 1000,
         "utilization": utilization and utilization.gpu,
         "throttle": _ask("nvmlDeviceGetCurrentClocksEventReasons", handle),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def limits(uuid: str) -> dict:
+def limits(uuid: str) -> dict[str, float]:
     """clock_max_mhz, the multiprocessors' highest clock, and power_limit_w, each only where there is one."""
     handle = _handle(uuid) if uuid else None
     if handle is None:
         return {}
     power = _ask("nvmlDeviceGetEnforcedPowerLimit", handle)
-    found = {"clock_max_mhz": _ask("nvmlDeviceGetMaxClockInfo", handle, 1), "power_limit_w": power and power / 1000}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {"clock_max_mhz": _ask("nvmlDeviceGetMaxClockInfo", handle, 1), "power_limit_w": power and power / 1000}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def names() -> tuple[str, ...]:

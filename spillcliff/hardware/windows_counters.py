@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 # Resident bytes; the neighbours "Dedicated Usage" and "Shared Usage" are committed ones (System Informer, pull 2971).
 LOCAL = r"\GPU Process Memory(*)\Local Usage"
@@ -41,23 +42,23 @@ Readings = Iterable[tuple[str, float]]
 
 def _by_process(readings: Readings) -> dict[tuple[int, str], dict[str, float]]:
     """Sums by (pid, LUID) and then by engine. Names without a process and values that are no amount are left out."""
-    found: dict[tuple[int, str], dict[str, float]] = {}
+    sums: dict[tuple[int, str], dict[str, float]] = {}
     for name, value in readings:
         instance = _INSTANCE.match(name)
         if instance and 0 <= value < math.inf:
             pid, luid, engine = instance.groups()
-            engines = found.setdefault((int(pid), luid.lower()), {})
+            engines = sums.setdefault((int(pid), luid.lower()), {})
             engines[engine] = engines.get(engine, 0.0) + value
-    return found
+    return sums
 
 
 def parse_memory(local: Readings, non_local: Readings) -> Memory:
     """Both counters' readings in bytes, joined. Where one could not be read both are left out: no reading is no zero."""
-    here, there = _by_process(local), _by_process(non_local)
+    on_card, in_system = _by_process(local), _by_process(non_local)
     memory: Memory = {}
-    for (pid, luid), local_parts in here.items():
-        if (pid, luid) in there:
-            both = GpuMemory(int(sum(local_parts.values())), int(sum(there[pid, luid].values())))
+    for (pid, luid), local_parts in on_card.items():
+        if (pid, luid) in in_system:
+            both = GpuMemory(int(sum(local_parts.values())), int(sum(in_system[pid, luid].values())))
             memory.setdefault(pid, {})[luid] = both
     return memory
 
@@ -72,9 +73,9 @@ def parse_utilization(readings: Readings) -> Utilization:
 
 def adapter_of(memory: Memory | None, pid: int) -> str | None:
     """The LUID on which `pid` holds the most local bytes: a training process's card. None if it holds none anywhere."""
-    held = (memory or {}).get(pid, {})
-    luid = max(held, key=lambda luid: held[luid].local_bytes, default=None)
-    return luid if luid and held[luid].local_bytes else None
+    by_luid = (memory or {}).get(pid, {})
+    luid = max(by_luid, key=lambda luid: by_luid[luid].local_bytes, default=None)
+    return luid if luid and by_luid[luid].local_bytes else None
 
 
 def non_local_bytes(memory: Memory | None, pid: int) -> int | None:
@@ -83,19 +84,20 @@ def non_local_bytes(memory: Memory | None, pid: int) -> int | None:
     Of that one adapter, not summed: a public report has the same 4694 MiB for each of the three cards of one process.
     """
     luid = adapter_of(memory, pid)
-    return memory[pid][luid].non_local_bytes if luid else None
+    return memory[pid][luid].non_local_bytes if memory and luid else None
 
 
-def others(memory: Memory | None, utilization: Utilization | None, pid: int, luid: str) -> tuple[int | None, float | None]:
+def other_processes(memory: Memory | None, utilization: Utilization | None, pid: int,
+                    luid: str) -> tuple[int | None, float | None]:
     """All other processes on adapter `luid`: their local bytes, and the highest utilization of one of them in percent.
 
     None for what was not read. A surface that two processes share may be counted for both.
     """
-    def there(reading: dict) -> list:
+    def of_others(reading: dict) -> list:
         return [by_luid[luid] for other, by_luid in reading.items() if other != pid and luid in by_luid]
 
-    return (None if memory is None else sum(held.local_bytes for held in there(memory)),
-            None if utilization is None else max(there(utilization), default=0.0))
+    return (None if memory is None else sum(gpu.local_bytes for gpu in of_others(memory)),
+            None if utilization is None else max(of_others(utilization), default=0.0))
 
 
 class _Value(ctypes.Structure):  # PDH_FMT_COUNTERVALUE, with that member of its union which PDH_FMT_DOUBLE fills
@@ -121,11 +123,12 @@ class Counters:
     """This machine's counters, for one thread, opened at the first reading. On other systems, and where Windows has no
     such counters (before version 1709), every reading is None, as it is after close()."""
 
-    def __init__(self, pdh=None) -> None:
+    def __init__(self, pdh: Any = None) -> None:
         """`pdh` has pdh.dll's functions; left out, it is that library."""
-        self._pdh, self._queries = None, {}
+        self._pdh: Any = None
+        self._queries: dict[tuple[str, ...], tuple[Any, list[Any]]] = {}
         with contextlib.suppress(AttributeError, OSError):  # no ctypes.WinDLL, no such library
-            pdh = pdh or ctypes.WinDLL("pdh")
+            pdh = pdh or ctypes.WinDLL("pdh")  # type: ignore[attr-defined]
             for name, arguments in _PROTOTYPES.items():
                 function = getattr(pdh, name)
                 function.argtypes, function.restype = arguments, ctypes.c_uint32

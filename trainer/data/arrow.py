@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from spillcliff.errors import UserError
 from spillcliff.files import read_json
 from spillcliff.units import format_bytes
 from trainer.data.shards import MADE
-from trainer.data.tokens import Tokens, sidecar, stamp, write_sidecar
+from trainer.data.tokens import Tokens, sidecar, write_sidecar
 
 NAMES = ("input_ids", "tokens", "ids", "token_ids")
 DTYPE = np.dtype("<u4")
@@ -27,7 +28,8 @@ def converted(path: Path, kind: str, column: str | None, say) -> Tokens:
     from filelock import FileLock
 
     copy, lock = Path(str(path) + MADE), Path(str(path) + MADE + ".lock")
-    source = {"name": path.name, **(stamp(path) or {}), "column": column}
+    now = path.stat()
+    source = {"name": path.name, "size": now.st_size, "mtime_ns": now.st_mtime_ns, "column": column}
     if _is_of(copy, source):
         return _opened(copy)
     try:
@@ -76,7 +78,7 @@ def _write(path: Path, copy: Path, arrays: Iterator[np.ndarray], source: dict, s
 
 def _opened(copy: Path) -> Tokens:
     tokens = Tokens.open(copy)
-    return Tokens(tokens.ids, None, tokens.path)  # its vocabulary is only the highest id that it happens to have
+    return replace(tokens, vocab=None)  # its vocabulary is only the highest id that it happens to have
 
 
 def _read(path: Path, kind: str, column: str | None) -> Iterator[np.ndarray]:

@@ -1,74 +1,113 @@
-"""What a run trains and validates on, and whether it is still the same."""
+"""What a run trains and validates on: the two kinds of data by one protocol, the part held back to validate, and whether
+they are still the same."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol, Self
+
+import numpy as np
 
 from spillcliff.errors import UserError
+from spillcliff.files import Say, ignore
+from trainer.config import StepConfig
 from trainer.data.formats import open_tokens
 from trainer.data.pairs import Pairs, counts_of
-from trainer.data.tokens import Tokens
-from trainer.plan import Plan, held_back
+from trainer.plan import Plan
+from trainer.ranks import World
+
+
+class Dataset(Protocol):
+    """Token ids as the step takes them: Tokens, or Pairs of prompts and answers. len() is the tokens that an epoch steps
+    over."""
+
+    @property
+    def vocab(self) -> int | None: ...
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The path of the tokenizer.json that made them, if known."""
+
+    @property
+    def paths(self) -> list[str]:
+        """The files that are read."""
+
+    @property
+    def answer_share(self) -> float | None:
+        """Of the tokens that an epoch steps over, those that the loss is on; None where it is on all."""
+
+    def __len__(self) -> int: ...
+
+    def check(self, vocab: int, keep: bool = True) -> None:
+        """Looks at every id; UserError naming one that a model of `vocab` has no row for."""
+
+    def checksum(self) -> int: ...
+
+    def windows(self, length: int) -> int:
+        """How many sequences of `length` there are; UserError if there is none."""
+
+    def split(self, step: StepConfig) -> tuple[Self, Self]:
+        """(what to train on, what is held back to validate)."""
+
+    def where(self, step: int, config: StepConfig) -> str:
+        """Which sequences optimizer step `step` reads, for a person."""
+
+    def batch(self, seed: int, step: int, config: StepConfig, world: World) -> np.ndarray:
+        """The ids of optimizer step `step`, int32 (accum, batch, length + 1): a pure function of its arguments."""
+
+    def fixed_batches(self, batch: int, length: int, most: int) -> list[np.ndarray]:
+        """Up to `most` batches (batch, length + 1), the same ones at every evaluation."""
+
+    def loss_weight(self, rows: object) -> int:
+        """What the mean loss of some rows, (count, length + 1) of numpy or torch, weighs in the mean over all."""
 
 
 def open_data(plan: Plan, data: Sequence[Path], val: Sequence[Path] = (), keep: bool = True, dtype: str | None = None,
-              column: str | None = None, say=lambda line: None) -> tuple[Tokens, Tokens] | tuple[Pairs, Pairs]:
-    """Training and validation tokens, or pairs, every id checked against the plan's vocabulary. Without `val`, the last
-    hundredth of the data (at least one window, at most what an evaluation reads) is kept for it. UserError if they don't
-    suit. `keep` is Tokens.check's; `dtype`, `column` and `say` are open_tokens'."""
+              column: str | None = None, say: Say = ignore) -> tuple[Dataset, Dataset]:
+    """Training and validation data, every id checked against the plan's vocabulary. Without `val`, the last hundredth of the
+    data (at least one window, at most what an evaluation reads) is kept for it. UserError if they don't suit. `keep` is
+    Tokens.check's; `dtype`, `column` and `say` are open_tokens'."""
     length = plan.step.length
-    tokens = _open(data, plan.model.vocab, keep, dtype, column, say)
+    training = _open(data, plan.model.vocab, keep, dtype, column, say)
     if val:
-        held = _open(val, plan.model.vocab, keep, dtype, column, say)
-        if type(held) is not type(tokens):
-            raise UserError(f"{tokens.path} and {held.path}: one is of pairs and the other is not; make both with "
+        validation = _open(val, plan.model.vocab, keep, dtype, column, say)
+        if type(validation) is not type(training):
+            raise UserError(f"{training.path} and {validation.path}: one is of pairs and the other is not; make both with "
                             f"`train tokenize --pairs`, or neither")
-        train, other = ({str(Path(path).resolve()) for path in t.paths} for t in (tokens, held))
-        if both := sorted(train & other):
+        train_files, val_files = ({str(Path(path).resolve()) for path in d.paths} for d in (training, validation))
+        if both := sorted(train_files & val_files):
             raise UserError(f"token file {both[0]} is in both --data and --val; what is validated on must not be trained on")
-    elif isinstance(tokens, Pairs):
-        if tokens.windows(length) < 2:
-            raise UserError(f"file of pairs {tokens.path} has one row; give two or more, or --val")
-        tokens, held = tokens.split((held_back(len(tokens), plan.step) - 1) // length)
     else:
-        if len(tokens.ids) < 2 * (length + 1):
-            raise UserError(f"token file {tokens.path} has {len(tokens.ids)} tokens; at length {length} a window to train "
-                            f"on and one to validate on take {2 * (length + 1)}: give more text, a shorter length, or --val")
-        tokens, held = tokens.split(held_back(len(tokens.ids), plan.step))
-    tokens.windows(length)
-    held.windows(length)
-    return tokens, held
+        training, validation = training.split(plan.step)
+    training.windows(length)
+    validation.windows(length)
+    return training, validation
 
 
-def _open(paths: Sequence[Path], vocab: int, keep: bool, *how) -> Tokens | Pairs:
+def _open(paths: Sequence[Path], vocab: int, keep: bool, dtype: str | None, column: str | None, say: Say) -> Dataset:
     of_pairs = [path for path in paths if counts_of(path)]
-    if not of_pairs:
-        tokens = open_tokens(paths, vocab, *how)
-        tokens.check(vocab, keep)
-        return tokens
-    if len(paths) > 1:
+    if len(of_pairs) and len(paths) > 1:
         raise UserError(f"file of pairs {of_pairs[0]} goes alone; `train tokenize --pairs` makes one of several JSONL files")
-    pairs = Pairs.open(of_pairs[0])
-    pairs.check(vocab)
-    return pairs
+    data: Dataset = Pairs.open(of_pairs[0]) if of_pairs else open_tokens(paths, vocab, dtype, column, say)
+    data.check(vocab, keep)
+    return data
 
 
-def answer_share(tokens: Tokens | Pairs) -> float | None:
-    """Of the tokens that an epoch steps over, those that the loss is on; None where it is on all."""
-    return tokens.answers / len(tokens) if isinstance(tokens, Pairs) else None
-
-
-def identity(tokens: Tokens | Pairs) -> dict:
+def identity(data: Dataset) -> dict:
     """What tells one run of tokens from another: how many, of which vocabulary, and a checksum over all of them, the mask
     included."""
-    answers = {"answers": tokens.answers} if isinstance(tokens, Pairs) else {}
-    return {"tokens": len(tokens), "vocab": tokens.vocab, "crc32": tokens.checksum(), **answers}
+    answers = {"answers": data.answers} if isinstance(data, Pairs) else {}
+    return {"tokens": len(data), "vocab": data.vocab, "crc32": data.checksum(), **answers}
 
 
 def changes(before: dict | None, now: dict) -> str:
     """What of the data is not as it was, in words; "" if nothing is."""
-    found = []
+    lines = []
     for which, values in (before or {}).items():
         differ = [f"{name} {value!r:.40} -> {now[which].get(name)}" for name, value in values.items()
                   if now[which].get(name) != value]
-        found += [f"{which} {', '.join(differ)}"] * bool(differ)
-    return "; ".join(found)
+        if differ:
+            lines.append(f"{which} {', '.join(differ)}")
+    return "; ".join(lines)

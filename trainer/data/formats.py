@@ -191,7 +191,7 @@ def _open(path: Path, vocab: int | None, dtype: str | None, column: str | None, 
         raise UserError(f"token file {path} is {kind}, which holds no ids that can be read; give flat uint16 or uint32 ids, "
                         f".npy, llm.c's .bin, Parquet or Arrow")
     found = _flat_dtype(path, size, vocab, dtype, say)
-    return f"flat {found.name}", Tokens(_map(path, found, 0), None, str(path))
+    return f"flat {found.name}", Tokens.of_ids(_map(path, found, 0), None, str(path))
 
 
 def _agreed(path: Path, kind: str, tokens: Tokens, dtype: str | None) -> tuple[str, Tokens]:
@@ -238,7 +238,7 @@ def _llm_c(path: Path, head: bytes, size: int) -> Tokens:
                         f"{max(0, size - HEADER) / dtype.itemsize:g} follow; copy it again")
     if not count:
         raise UserError(f"token file {path} is empty after its header; make it again")
-    return Tokens(_map(path, dtype, HEADER), None, str(path))
+    return Tokens.of_ids(_map(path, dtype, HEADER), None, str(path))
 
 
 def _npy(path: Path, size: int) -> Tokens:
@@ -255,4 +255,4 @@ def _npy(path: Path, size: int) -> Tokens:
     if size != ids.offset + ids.nbytes:
         raise UserError(f"token file {path}: its .npy header promises {len(ids)} ids of {ids.itemsize} bytes and "
                         f"{(size - ids.offset) / ids.itemsize:g} follow; copy it again")
-    return Tokens(ids, None, str(path))
+    return Tokens.of_ids(ids, None, str(path))

@@ -7,32 +7,37 @@ nothing see it. All have the plan's length: a shorter batch would be a step that
 
 import functools
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 
 from spillcliff.errors import UserError
 from spillcliff.files import read_json
-from trainer.config import StepConfig, from_fields
-from trainer.data.tokens import SCAN, SCHEMA, sidecar
-from trainer.plan import PairCounts
-from trainer.run.distributed import ALONE, Seat
+from spillcliff.schema import Number
+from trainer.config import StepConfig
+from trainer.data.tokens import CHUNK_IDS, read_sidecar, sidecar
+from trainer.plan import PairCounts, validation_tokens
+from trainer.ranks import ALONE, World
 
 KIND = "pairs"
 
 
 def counts_of(path: Path | str) -> PairCounts | None:
     """From a token file's sidecar; None if there is none, or it is of another kind of file. UserError if it is damaged."""
-    beside = sidecar(path)
-    if not beside.is_file() or (facts := read_json(beside, "token sidecar")).get("kind") != KIND:
+    if not sidecar(path).is_file() or (values := read_json(sidecar(path), "token sidecar")).get("kind") != KIND:
         return None
-    if facts.get("schema") != SCHEMA:
-        raise UserError(f"token sidecar {beside}: schema is {facts.get('schema')!r}; this version reads {SCHEMA}")
-    try:
-        return from_fields(PairCounts, facts, "it")
-    except UserError as e:
-        raise UserError(f"token sidecar {beside}: {e}") from None
+    return read_sidecar(PairCounts, path, values)
+
+
+@dataclass(frozen=True)
+class PairsSidecar:
+    """What a file of pairs was made with, beside its counts."""
+
+    vocab: Annotated[int, Number(1)]
+    tokenizer: str | None
 
 
 @dataclass(frozen=True)
@@ -48,17 +53,15 @@ class Pairs:
     @classmethod
     def open(cls, path: Path | str) -> "Pairs":
         """Maps what counts_of finds to be a file of pairs; UserError if it and its sidecar don't agree."""
-        path, counts, facts = Path(path), counts_of(path), read_json(sidecar(path), "token sidecar")
-        shape, vocab, tokenizer = (counts.rows, counts.length + 1), facts.get("vocab"), facts.get("tokenizer")
-        if isinstance(vocab, bool) or not isinstance(vocab, int) or not isinstance(tokenizer, (str, type(None))):
-            raise UserError(f"token sidecar {sidecar(path)}: vocab is {vocab!r} and tokenizer {tokenizer!r}; they must be a "
-                            f"whole number, and a file's name or null")
+        path, values = Path(path), read_json(sidecar(path), "token sidecar")
+        counts, made_with = (read_sidecar(kind, path, values) for kind in (PairCounts, PairsSidecar))
+        shape, tokenizer = (counts.rows, counts.length + 1), made_with.tokenizer
         size = path.stat().st_size if path.is_file() else 0
         if size != 4 * shape[0] * shape[1]:
             raise UserError(f"file of pairs {path} has {size} bytes where {sidecar(path).name} says {shape[0]} rows of "
                             f"{shape[1]} ids of 4 bytes ({4 * shape[0] * shape[1]}); make it again")
         rows = np.memmap(path, np.dtype("<i4"), "r", shape=shape)
-        return cls(rows, vocab, str(path), tokenizer and str(path.parent / tokenizer))
+        return cls(rows, made_with.vocab, str(path), tokenizer and str(path.parent / tokenizer))
 
     @property
     def paths(self) -> list[str]:
@@ -71,12 +74,12 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.rows) * self.length
 
-    def _parts(self):
+    def _parts(self) -> Iterator[tuple[int, np.ndarray]]:
         """(first row, rows) of pieces that are looked at together."""
-        each = max(1, SCAN // self.rows.shape[1])
+        each = max(1, CHUNK_IDS // self.rows.shape[1])
         return ((start, self.rows[start:start + each]) for start in range(0, len(self.rows), each))
 
-    def check(self, vocab: int) -> None:
+    def check(self, vocab: int, keep: bool = True) -> None:
         """Looks at every id; UserError naming the row of the first that a model of `vocab` has none for."""
         for start, part in self._parts():
             past = ((part ^ (part >> 31)) >= vocab).any(1)
@@ -86,15 +89,25 @@ class Pairs:
 
     def checksum(self) -> int:
         """CRC-32 of all rows, which hold the mask too."""
-        found = 0
+        crc = 0
         for _, part in self._parts():
-            found = zlib.crc32(part.tobytes(), found)
-        return found
+            crc = zlib.crc32(part.tobytes(), crc)
+        return crc
 
     @functools.cached_property
     def answers(self) -> int:
         """Targets with the loss on them."""
-        return sum(answers(part) for _, part in self._parts())
+        return sum(self.loss_weight(part) for _, part in self._parts())
+
+    @property
+    def answer_share(self) -> float:
+        """Of the tokens that an epoch steps over, those that the loss is on."""
+        return self.answers / len(self)
+
+    @staticmethod
+    def loss_weight(rows: Any) -> int:
+        """Targets in rows (count, length + 1), of numpy or torch, that have the loss on them."""
+        return int((rows[:, 1:] >= 0).sum())
 
     def windows(self, length: int) -> int:
         """Number of rows; UserError if they are not of `length`."""
@@ -103,43 +116,41 @@ class Pairs:
                             f"with --corpus {self.path}, or tokenize again with --length {length}")
         return len(self.rows)
 
-    def split(self, tail: int) -> tuple["Pairs", "Pairs"]:
-        """All but the last `tail` rows, and those."""
-        cut = len(self.rows) - tail
+    def split(self, step: StepConfig) -> tuple["Pairs", "Pairs"]:
+        """(rows to train on, the last ones, to validate); UserError for a single row."""
+        if self.windows(step.length) < 2:
+            raise UserError(f"file of pairs {self.path} has one row; give two or more, or --val")
+        cut = len(self.rows) - (validation_tokens(len(self), step) - 1) // step.length
         return (Pairs(self.rows[:cut], self.vocab, self.path, self.tokenizer),
                 Pairs(self.rows[cut:], self.vocab, self.path, self.tokenizer))
 
-    def where(self, step: int, shape: StepConfig) -> str:
+    def where(self, step: int, config: StepConfig) -> str:
         """Which rows optimizer step `step` reads, for a person."""
-        rows = shape.accum * shape.batch
+        rows = config.accum * config.batch
         epoch, position = divmod(step * rows, len(self.rows))
         return f"rows {position} to {position + rows - 1} of the {len(self.rows)} in epoch {epoch}, as they are dealt"
 
-    def batch(self, seed: int, step: int, shape: StepConfig, seat: Seat = ALONE) -> np.ndarray:
-        """The rows of optimizer step `step`, int32 (accum, batch, length + 1): a pure function of its arguments, and of a
-        team each one's share, as Tokens.batch has it. Every epoch deals out each row once, in an order of its own."""
-        rows = shape.accum * shape.batch
+    def batch(self, seed: int, step: int, config: StepConfig, world: World = ALONE) -> np.ndarray:
+        """The rows of optimizer step `step`, int32 (accum, batch, length + 1): a pure function of its arguments, and of
+        several processes each one's part, as Tokens.batch has it. Every epoch deals out each row once, in an order of its
+        own."""
+        rows = config.accum * config.batch
         out = np.empty((rows, self.length + 1), np.int32)
         done = 0
         while done < rows:
-            epoch, position = divmod((step * seat.size + seat.rank) * rows + done, len(self.rows))
+            epoch, position = divmod((step * world.size + world.rank) * rows + done, len(self.rows))
             order = _order(seed, epoch, len(self.rows))[position:position + rows - done]
             np.take(self.rows, order, 0, out=out[done:done + len(order)])
             done += len(order)
-        return out.reshape(shape.accum, shape.batch, -1)
+        return out.reshape(config.accum, config.batch, -1)
 
-    def fixed(self, batch: int, length: int, most: int) -> list[np.ndarray]:
+    def fixed_batches(self, batch: int, length: int, most: int) -> list[np.ndarray]:
         """Up to `most` batches (batch, length + 1) of rows spread evenly: the same ones at every evaluation."""
         wanted = min(self.windows(length), most * batch)
         if wanted >= batch:
             wanted -= wanted % batch
         rows = self.rows[np.linspace(0, len(self.rows) - 1, wanted).round().astype(int)]
         return [rows[i:i + batch] for i in range(0, len(rows), batch)]
-
-
-def answers(rows) -> int:
-    """Targets in rows (count, length + 1), of numpy or torch, that have the loss on them."""
-    return int((rows[:, 1:] >= 0).sum())
 
 
 @functools.lru_cache(maxsize=2)

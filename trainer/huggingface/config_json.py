@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from spillcliff.errors import UserError
 from spillcliff.files import read_json
@@ -35,10 +36,10 @@ def is_path(text: str) -> bool:
     return not is_size(text) and (os.sep in text or "/" in text or text.endswith(".json") or Path(text).is_dir())
 
 
-def of_texts(texts: Iterable[str], vocab: int | None) -> list[str | ModelConfig]:
+def models_of(texts: Iterable[str], vocab: int | None) -> list[str | ModelConfig]:
     """What a command's --model means: the names of sizes as they are, and the model of each config.json or folder that holds
     one; `vocab` replaces its own vocabulary. UserError for what is neither."""
-    models = []
+    models: list[str | ModelConfig] = []
     for text in texts:
         if is_path(text):
             model = read(Path(text))
@@ -52,7 +53,7 @@ def of_texts(texts: Iterable[str], vocab: int | None) -> list[str | ModelConfig]
     return models
 
 
-def name_of(text: str) -> str:
+def model_name(text: str) -> str:
     """What records call the model that a --model means."""
     return read(Path(text)).name if is_path(text) else text
 
@@ -77,7 +78,7 @@ def read(path: Path, is_tied: bool | None = None) -> ModelConfig:
         raise UserError(f"{thing}: model_type is {kind!r:.40}{why}; {' and '.join(KV_HEADS)} can be trained here")
     if problems := _problems(values, kind, values.get("tie_word_embeddings") if is_tied is None else is_tied):
         raise UserError(f"{thing}: {'; '.join(problems)}")
-    fields = {ours: values.get(theirs, usual) for ours, (theirs, usual) in _FIELDS.items()}
+    fields: dict[str, Any] = {ours: values.get(theirs, usual) for ours, (theirs, usual) in _FIELDS.items()}
     missing = [_FIELDS[ours][0] for ours, value in fields.items() if value is None]
     if missing:
         raise UserError(f"{thing} lacks {', '.join(missing)}")
@@ -98,31 +99,31 @@ def read(path: Path, is_tied: bool | None = None) -> ModelConfig:
 
 def _problems(values: dict, kind: str, is_tied: object) -> list[str]:
     """What this config asks for that ours can't do, each by its name."""
-    found = []
+    problems = []
     for name, ours in _MUST_BE.items():
         value = values.get(name, 4096 if (kind, name) == ("mistral", "sliding_window") else None)
         if value not in (None, ours) and not (name == "sliding_window" and values.get("use_sliding_window") is False):
-            found.append(f"{name} is {json.dumps(value):.60}; it must be {json.dumps(ours)}")
+            problems.append(f"{name} is {json.dumps(value):.60}; it must be {json.dumps(ours)}")
     if is_tied is not True:
         value = "not there, which means false" if is_tied is None else json.dumps(is_tied)
-        found.append(f"tie_word_embeddings is {value}; it must be true: the head's weights are the embedding's here")
+        problems.append(f"tie_word_embeddings is {value}; it must be true: the head's weights are the embedding's here")
     rope = [r for r in (values.get("rope_scaling"), values.get("rope_parameters")) if r is not None]
     for parameters in rope:
         if not isinstance(parameters, dict):
-            found.append(f"RoPE's parameters are {json.dumps(parameters):.60}; they must be an object or null")
+            problems.append(f"RoPE's parameters are {json.dumps(parameters):.60}; they must be an object or null")
             continue
         how = parameters.get("rope_type", parameters.get("type", "default"))
         if how != "default":
-            found.append(f"rope_scaling is {json.dumps(how):.60}; it must be null: RoPE isn't scaled here")
+            problems.append(f"rope_scaling is {json.dumps(how):.60}; it must be null: RoPE isn't scaled here")
         if parameters.get("partial_rotary_factor") not in (None, 1):
-            found.append("partial_rotary_factor is not 1: RoPE turns whole heads here")
+            problems.append("partial_rotary_factor is not 1: RoPE turns whole heads here")
     layers = values.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(layer != "full_attention" for layer in layers)):
-        found.append("layer_types has others than full_attention")
-    return found
+        problems.append("layer_types has others than full_attention")
+    return problems
 
 
-def _rope_base(values: dict) -> object:
+def _rope_base(values: dict) -> Any:
     """RoPE's base, which transformers wrote beside the other fields before its version 5."""
     for holder in (values.get("rope_parameters"), values):
         if isinstance(holder, dict) and holder.get("rope_theta") is not None:
@@ -153,8 +154,8 @@ def config_json(model: ModelConfig, length: int, end: int | None, dtype: str) ->
             "bos_token_id": None, "eos_token_id": end, "pad_token_id": end, "torch_dtype": dtype}
 
 
-def differences(there: ModelConfig, planned: ModelConfig) -> str:
+def differences(actual: ModelConfig, planned: ModelConfig) -> str:
     """In what two shapes differ, their names apart; "" if in nothing."""
-    return ", ".join(f"{f.name} {getattr(there, f.name)}, planned {getattr(planned, f.name)}"
+    return ", ".join(f"{f.name} {getattr(actual, f.name)}, planned {getattr(planned, f.name)}"
                      for f in dataclasses.fields(ModelConfig)
-                     if f.name != "name" and getattr(there, f.name) != getattr(planned, f.name))
+                     if f.name != "name" and getattr(actual, f.name) != getattr(planned, f.name))

@@ -7,31 +7,31 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
 from spillcliff.errors import UserError
-from spillcliff.files import write_json
+from spillcliff.files import Say, ignore, write_json
 from spillcliff.units import format_bytes
 from trainer.huggingface.config_json import CONFIG, config_json
-from trainer.huggingface.llama import to_theirs
+from trainer.huggingface.llama_names import to_theirs
 from trainer.huggingface.weights import WHOLE, RunWeights
-from trainer.plan import Plan
+from trainer.run_folder import RunFolder
 from trainer.tokenize import tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def export(run: Path, out: Path, which: str, dtype: str, say=lambda line: None) -> dict:
+def export(run: RunFolder, out: Path, which: str, dtype: str, say: Say = ignore) -> dict:
     """Writes `out`: config.json, model.safetensors, and the tokenizer's files if the run has one. Returns {out, step,
     parameters, bytes, tokenizer}. The folder is there whole or not at all; UserError if it is there already, or can't be
     written."""
-    if not (run / "plan.json").is_file():
-        raise UserError(f"run {run} holds no plan.json; name a folder that `train` made, such as results/runs/...")
+    length = run.load_plan().step.length
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already; name another --out, or remove it first")
-    plan, source = Plan.load(run / "plan.json"), RunWeights(run, which, say)
-    coder = tokenizer.load(run / "tokenizer.json") if (run / "tokenizer.json").is_file() else None
-    ends = coder and tokenizer.end_of_text(coder)
-    end = coder.token_to_id(ends) if ends else None
+    source = RunWeights(run, which, say)
+    coder = tokenizer.load(run.tokenizer) if run.tokenizer.is_file() else None
+    ends = tokenizer.end_of_text(coder) if coder else None
+    end = coder.token_to_id(ends) if coder and ends else None
     tensors = {name: rows.to(DTYPES[dtype]).contiguous() for name, rows in to_theirs(source.__getitem__, source.model)}
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
@@ -46,12 +46,12 @@ def export(run: Path, out: Path, which: str, dtype: str, say=lambda line: None) 
         save_file(tensors, temporary / WHOLE, {"format": "pt", "step": str(source.step)})
         with open(temporary / WHOLE, "rb+") as f:
             os.fsync(f.fileno())
-        write_json(temporary / CONFIG, config_json(source.model, plan.step.length, end, dtype))
+        write_json(temporary / CONFIG, config_json(source.model, length, end, dtype))
         write_json(temporary / "generation_config.json",
                    {"bos_token_id": None, "eos_token_id": end, "pad_token_id": end, "do_sample": True, "temperature": 0.8,
                     "top_k": 50})
         if coder:
-            _write_tokenizer(coder, run / "tokenizer.json", temporary, plan.step.length, ends)
+            _write_tokenizer(coder, run.tokenizer, temporary, length, ends)
         if out.is_dir():
             out.rmdir()
         os.replace(temporary, out)
@@ -62,12 +62,12 @@ def export(run: Path, out: Path, which: str, dtype: str, say=lambda line: None) 
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     if coder is None:
-        say(f"run {run} has no tokenizer.json: its token file named none, so the folder has none either")
+        say(f"run {run.path} has no tokenizer.json: its token file named none, so the folder has none either")
     return {"out": str(out), "step": source.step, "parameters": source.model.parameters, "bytes": size,
             "tokenizer": coder is not None}
 
 
-def _write_tokenizer(coder, path: Path, folder: Path, length: int, ends: str | None) -> None:
+def _write_tokenizer(coder: Tokenizer, path: Path, folder: Path, length: int, ends: str | None) -> None:
     """The tokenizer as it made the training data, which was without the tokens that a post-processor would add."""
     values = json.loads(path.read_text(encoding="utf-8"))
     if coder.encode("a").ids != coder.encode("a", add_special_tokens=False).ids:

@@ -1,19 +1,20 @@
 """Weights to start from: a run's, or those of a Hugging Face folder of a Llama-like model. Safetensors alone are read."""
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, Protocol
 
 from torch import Tensor, no_grad
 
 from spillcliff.errors import UserError
-from spillcliff.files import read_json
+from spillcliff.files import Say, ignore, read_json
 from trainer import checkpoint
 from trainer.config import ModelConfig
 from trainer.huggingface import config_json
-from trainer.huggingface.llama import parts, to_ours
+from trainer.huggingface.llama_names import parts, to_ours
 from trainer.model.decoder import Decoder
-from trainer.plan import Plan
+from trainer.run_folder import RunFolder
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -21,14 +22,25 @@ DTYPES = ("F32", "BF16", "F16")
 """Each is exact in fp32."""
 
 
+class Source(Protocol):
+    """Weights to start from."""
+
+    path: Path
+    what: str
+    model: ModelConfig
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """(our name, fp32 tensor), in the decoder's order, one at a time."""
+
+
 class RunWeights:
     """A run's best checkpoint, or another one; UserError if there is none that is whole."""
 
-    def __init__(self, run: Path, which: str, say) -> None:
-        self.model = Plan.load(run / "plan.json").model
-        state, folder = checkpoint.chosen(run, which, say)
-        self.path, self.step = run, int(state["step"])
-        self.what = f"run {run} after step {self.step}"
+    def __init__(self, run: RunFolder, which: str, say: Say) -> None:
+        self.model = run.load_plan().model
+        state, folder = checkpoint.select(run, which, say)
+        self.path, self.step = run.path, int(state["step"])
+        self.what = f"run {run.path} after step {self.step}"
         self._tensors = checkpoint.Tensors(folder)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -49,7 +61,7 @@ class HubWeights:
 
     def __init__(self, folder: Path) -> None:
         self.path, self.what = folder, f"folder {folder}"
-        self._files = {}
+        self._files: dict[str, Any] = {}
         self._where = self._open()
         is_tied = None
         if HEAD in self._where:
@@ -61,7 +73,7 @@ class HubWeights:
         self.model = config_json.read(folder, is_tied)
         self._check()
 
-    def _open(self) -> dict:
+    def _open(self) -> dict[str, Any]:
         """Each tensor's file."""
         index = self.path / INDEX
         if (self.path / WHOLE).is_file():
@@ -76,12 +88,12 @@ class HubWeights:
         where = read_json(index, "index of weights").get("weight_map")
         if not isinstance(where, dict) or not all(isinstance(f, str) and f == Path(f).name for f in where.values()):
             raise UserError(f"index of weights {index}: weight_map must be an object of files in this folder")
-        found = {name: self._file(file) for name, file in where.items()}
-        if absent := [name for name, file in found.items() if name not in file.keys()]:  # noqa: SIM118
+        files = {name: self._file(file) for name, file in where.items()}
+        if absent := [name for name, file in files.items() if name not in file.keys()]:  # noqa: SIM118
             raise UserError(f"{self.what}: {where[absent[0]]} has no tensor {absent[0]}, which {INDEX} says it has")
-        return found
+        return files
 
-    def _file(self, name: str):
+    def _file(self, name: str) -> Any:
         from safetensors import safe_open
 
         if name not in self._files:
@@ -92,7 +104,7 @@ class HubWeights:
                 raise UserError(f"{self.what}: {name} can't be read ({why}); fetch it again") from None
         return self._files[name]
 
-    def _slice(self, name: str):
+    def _slice(self, name: str) -> Any:
         return self._where[name].get_slice(name)
 
     def _check(self) -> None:
@@ -104,9 +116,9 @@ class HubWeights:
         if more:
             raise UserError(f"{self.what} has a tensor {more[0]}, which a decoder like ours has no place for")
         for name, shape in wanted.items():
-            found, dtype = self._slice(name).get_shape(), self._slice(name).get_dtype()
-            if tuple(found) != shape:
-                raise UserError(f"{self.what}: {name} is {tuple(found)}, and its config.json says {shape}")
+            actual, dtype = tuple(self._slice(name).get_shape()), self._slice(name).get_dtype()
+            if actual != shape:
+                raise UserError(f"{self.what}: {name} is {actual}, and its config.json says {shape}")
             if dtype not in DTYPES:
                 raise UserError(f"{self.what}: {name} is of type {dtype}; weights of {', '.join(DTYPES)} are read")
 
@@ -121,26 +133,26 @@ class HubWeights:
         return tensor
 
 
-def find(folder: Path, say=lambda line: None) -> RunWeights | HubWeights:
-    """What a --from names: one of our run folders (its best checkpoint), or a Hugging Face folder."""
-    if (folder / "plan.json").is_file():
-        return RunWeights(folder, "best", say)
+def open_weights(folder: Path, say: Say = ignore) -> Source:
+    """What a --from names: one of our run folders (its best checkpoint), or a Hugging Face folder. UserError for neither."""
+    if RunFolder(folder).has_plan():
+        return RunWeights(RunFolder(folder), "best", say)
     if (folder / config_json.CONFIG).is_file():
         return HubWeights(folder)
     raise UserError(f"{folder} holds neither a plan.json, as a run does, nor a {config_json.CONFIG}, as an exported "
                     f"model does")
 
 
-def of_shape(folder: Path, planned: ModelConfig, say=lambda line: None) -> RunWeights | HubWeights:
+def open_for(folder: Path, planned: ModelConfig, say: Say = ignore) -> Source:
     """The same; UserError naming every difference if it is of another shape than was planned."""
-    found = find(folder, say)
-    if differ := config_json.differences(found.model, planned):
-        raise UserError(f"{found.what} has a model of another shape than the plan: {differ}")
-    return found
+    source = open_weights(folder, say)
+    if differ := config_json.differences(source.model, planned):
+        raise UserError(f"{source.what} has a model of another shape than the plan: {differ}")
+    return source
 
 
 @no_grad()
-def load(source: RunWeights | HubWeights, decoder: Decoder, put=Tensor.copy_) -> int:
+def load(source: Source, decoder: Decoder, put: Callable[[Tensor, Tensor], Any] = Tensor.copy_) -> int:
     """Copies the weights into the decoder, one tensor at a time, by `put`(parameter, weight); returns their checksum."""
     into, crc = dict(decoder.named_parameters()), 0
     for name, tensor in source:
@@ -151,7 +163,7 @@ def load(source: RunWeights | HubWeights, decoder: Decoder, put=Tensor.copy_) ->
     return crc
 
 
-def checksum(source: RunWeights | HubWeights) -> int:
+def checksum(source: Source) -> int:
     """CRC-32 over all weights in fp32, whatever they are kept as: a run's and its export's are the same."""
     crc = 0
     for _, tensor in source:
@@ -159,7 +171,7 @@ def checksum(source: RunWeights | HubWeights) -> int:
     return crc
 
 
-def refuse_others(source: RunWeights | HubWeights, came_from: dict | None, run: Path) -> None:
+def refuse_others(source: Source, came_from: dict | None, run: Path) -> None:
     """UserError if `source` is not what a run says that it came from."""
     if checksum(source) != (came_from or {}).get("crc32"):
         was = f"the weights of {came_from['path']}" if came_from else "new weights"

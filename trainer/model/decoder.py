@@ -5,10 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.config import SIZES, ModelConfig, shape_for
+from trainer.config import ModelConfig
 from trainer.model.layers import Attention, NormLinear, SwiGLULinear, has_kernel
-
-__all__ = ["SIZES", "Decoder", "ModelConfig", "shape_for"]
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -47,7 +45,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     kv head j // (heads / kv_heads). The plain formula: torch's own enable_gqa would hold all scores on a card in fp32."""
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 class Block(nn.Module):
@@ -58,7 +57,7 @@ class Block(nn.Module):
         self.config = config
         d, kv = config.d_model, config.kv_heads * config.head_size
 
-        def weight(*shape):
+        def weight(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device))
 
         self.attention_norm, self.qkv, self.out = weight(d), weight(d + 2 * kv, d), weight(d, d)

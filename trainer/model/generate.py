@@ -11,7 +11,7 @@ from trainer.model.decoder import Decoder, attention, rope_angles
 
 
 @dataclass(frozen=True)
-class Draw:
+class Sampling:
     """How a token is drawn: at `temperature` (0 takes the likeliest), from the `top_k` likeliest, and of those from the
     fewest that hold `top_p` of the probability. Row i draws as a row alone does with seed + i."""
 
@@ -21,14 +21,14 @@ class Draw:
     seed: int = 0
 
 
-def drawn(logits: Tensor, draw: Draw, chance: Tensor) -> Tensor:
+def sample_tokens(logits: Tensor, sampling: Sampling, chance: Tensor) -> Tensor:
     """The token of each row of logits (rows, vocab), where `chance` (rows,) is from 0 to below 1."""
-    if draw.temperature == 0:
+    if sampling.temperature == 0:
         return logits.argmax(-1)
-    best, which = logits.topk(min(draw.top_k, logits.shape[-1]))
-    shares = ((best - best[:, :1]) / draw.temperature).softmax(-1)
+    best, which = logits.topk(min(sampling.top_k, logits.shape[-1]))
+    shares = ((best - best[:, :1]) / sampling.temperature).softmax(-1)
     before = shares.cumsum(-1) - shares
-    shares = shares.where(before < draw.top_p, 0)
+    shares = shares.where(before < sampling.top_p, 0)
     shares[:, 0] += shares.sum(-1) == 0  # at a top_p of 0 the likeliest stays
     reach = shares.cumsum(-1)
     index = (reach <= chance[:, None] * reach[:, -1:]).sum(-1).clamp_(max=best.shape[-1] - 1)
@@ -36,7 +36,8 @@ def drawn(logits: Tensor, draw: Draw, chance: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def generate(model: Decoder, prompts: Sequence[Sequence[int]], count: int, draw: Draw, ends: frozenset[int] = frozenset(),
+def generate(model: Decoder, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling,
+             ends: frozenset[int] = frozenset(),
              tell: Callable[[int, int], None] = lambda row, token: None) -> list[list[int]]:
     """Up to `count` tokens after each of the prompts (of one token at least), all rows at once; a row ends before a token
     of `ends`. `tell` is called with a row and its next token as soon as that is known. No generator of torch's own is
@@ -58,11 +59,12 @@ def generate(model: Decoder, prompts: Sequence[Sequence[int]], count: int, draw:
         x = block.finish(x, attention(q, k, v))
     at = torch.tensor(lengths, device=device)
     x = x[rows, at - 1]
-    generators = [torch.Generator().manual_seed((draw.seed + row) % 2**63) for row in range(len(prompts))]
-    texts, open_rows = [[] for _ in prompts], set(range(len(prompts)))
+    generators = [torch.Generator().manual_seed((sampling.seed + row) % 2**63) for row in range(len(prompts))]
+    texts: list[list[int]] = [[] for _ in prompts]
+    open_rows = set(range(len(prompts)))
     for i in range(count):
         chance = torch.stack([torch.rand((), generator=g) for g in generators]).to(device)
-        tokens = drawn(model.logits(x), draw, chance)
+        tokens = sample_tokens(model.logits(x), sampling, chance)
         for row, token in enumerate(tokens.tolist()):
             if token in ends:
                 open_rows.discard(row)

@@ -11,9 +11,6 @@ from torch import Tensor
 
 from trainer.model.layers import norm_backward, norm_parts
 
-IGNORE = -100
-"""Target that takes no part in the loss, as in torch.nn.functional.cross_entropy; any other below 0 does as well."""
-
 
 def chunk_rows(rows: int) -> int:
     """Rows of logits computed at a time, of `rows` in all: 512, or an eighth of them where that is more.
@@ -61,7 +58,7 @@ def head_loss(x: Tensor, gain: Tensor, weight: Tensor, targets: Tensor, eps: flo
             torch.mm(logits, weight, out=normed)
             d_x, d_gain_of_chunk = norm_backward(normed.mul_(row_scale[rows]), x[rows], rstd, gain)
             if not (add or start):
-                d_gain.zero_()
+                d_gain.zero_()  # type: ignore[union-attr]  # given where d_weight is
             d_gain += d_gain_of_chunk
             x[rows] = d_x
         del logits, normed  # before the next chunk's are made

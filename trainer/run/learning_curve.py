@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from spillcliff import jsonl
 from spillcliff.errors import UserError
-from spillcliff.files import write_whole
+from spillcliff.files import Say, ignore, parse_lines, read_lines, write_atomic
 from spillcliff.units import format_count
-from trainer.plan import Plan
+from trainer.run_folder import RunFolder
 
 COLUMNS = ("run", "step", "tokens", "loss", "val_loss", "lr", "norm", "tok_s", "step_s", "micro_s", "optimizer_s", "data_s",
            "log_s")
@@ -23,7 +22,7 @@ SIZE_IN, DPI = (9.0, 6.5), 110
 
 
 @dataclass(frozen=True)
-class Course:
+class LearningCurve:
     """What a run's log says of its steps: {column: value} of each, in order, evaluations among them (those before the first
     step at step 0, without a loss)."""
 
@@ -32,25 +31,23 @@ class Course:
 
     def points(self, column: str) -> tuple[list[int], list[float]]:
         """(tokens so far, values) where the run has a finite one."""
-        found = [(row["tokens"], row[column]) for row in self.rows if _is_finite(row.get(column))]
-        return [tokens for tokens, _ in found], [value for _, value in found]
+        rows = [row for row in self.rows if _is_finite(row.get(column))]
+        return [row["tokens"] for row in rows], [row[column] for row in rows]
 
 
 def _is_finite(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def read(run: Path, say=lambda line: None) -> Course:
-    """A run's course; a torn last line of its log is named by `say` and left out. UserError for a folder without a run."""
-    if not (run / "plan.json").is_file():
-        raise UserError(f"run {run} holds no plan.json; name a folder that `train` made, such as results/runs/...")
-    path, tokens = run / "log.jsonl", Plan.load(run / "plan.json").step.tokens
-    lines = jsonl.parse(path, "log", jsonl.lines(path, "log"), _line, say)
-    rows = course(lines, tokens)
+def read(run: RunFolder, say: Say = ignore) -> LearningCurve:
+    """A run's curve; a torn last line of its log is named by `say` and left out. UserError for a folder without a run."""
+    tokens = run.load_plan().step.tokens
+    lines = parse_lines(run.log, "log", read_lines(run.log, "log"), _line, say)
+    rows = rows_of(lines, tokens)
     if not rows:
-        raise UserError(f"log {path} has no step and no evaluation yet")
-    name = run.resolve().name
-    return Course(name, [{"run": name} | row for row in rows])
+        raise UserError(f"log {run.log} has no step and no evaluation yet")
+    name = run.path.resolve().name
+    return LearningCurve(name, [{"run": name} | row for row in rows])
 
 
 def _line(value: object) -> dict:
@@ -59,7 +56,7 @@ def _line(value: object) -> dict:
     return value
 
 
-def course(lines: list[dict], tokens_per_step: int) -> list[dict]:
+def rows_of(lines: list[dict], tokens_per_step: int) -> list[dict]:
     """The rows of a log's lines. Where a run went on from a checkpoint, what was logged past it is dropped, since those
     steps came again."""
     rows: dict[int, dict] = {}
@@ -81,12 +78,12 @@ def course(lines: list[dict], tokens_per_step: int) -> list[dict]:
     return [rows[step] for step in sorted(rows)]
 
 
-def table(courses: list[Course]) -> str:
+def table(curves: list[LearningCurve]) -> str:
     """The rows of all as CSV, with a head; what there is none of is left empty."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-    for each in courses:
+    for each in curves:
         writer.writerows(each.rows)
     return text.getvalue()
 
@@ -106,7 +103,7 @@ def middles(values: list[float]) -> list[float]:
     return [median(values[max(0, i - half):i + half + 1]) for i in range(len(values))]
 
 
-def draw(courses: list[Course], path: Path) -> None:
+def draw(curves: list[LearningCurve], path: Path) -> None:
     """The picture, a PNG: losses above and tok/s below, over the tokens seen; a colour for each run. UserError if it can't
     be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -116,7 +113,7 @@ def draw(courses: list[Course], path: Path) -> None:
     figure = Figure(figsize=SIZE_IN, layout="constrained")
     FigureCanvasAgg(figure)
     losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    for i, each in enumerate(courses):
+    for i, each in enumerate(curves):
         colour = f"C{i % 10}"
         tokens, loss = each.points("loss")
         losses.plot(tokens, loss, color=colour, alpha=0.2, linewidth=0.8)
@@ -137,4 +134,4 @@ def draw(courses: list[Course], path: Path) -> None:
     rates.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=DPI)
-    write_whole(path, picture.getvalue())
+    write_atomic(path, picture.getvalue())

@@ -1,9 +1,9 @@
-"""How the processes of a team keep one model: each a whole one whose gradients are averaged (DistributedDataParallel), or
+"""How several processes keep one model: each a whole one whose gradients are averaged (DistributedDataParallel), or
 each a part of every block's weights, gradients and moments (FSDP2's fully_shard). What autograd has no part in, the
 embedding's and the last norm's gradients, is averaged by hand and kept whole in either."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,20 +15,22 @@ from torch.nn.parallel import DistributedDataParallel
 from spillcliff.errors import UserError
 from trainer.config import StepConfig
 from trainer.model.decoder import Decoder
-from trainer.run.distributed import Team
+from trainer.run.distributed import ProcessGroup
 
 
-def spread(model: Decoder, body: nn.Module, step: StepConfig, team: Team) -> tuple[nn.Module, list[nn.Parameter]]:
-    """(what to call for `body`, the parameters whose gradients are averaged by hand) of a model in a team; `body` is the
+def spread(model: Decoder, body: nn.Module, step: StepConfig,
+           group: ProcessGroup) -> tuple[nn.Module, list[nn.Parameter]]:
+    """(what to call for `body`, the parameters whose gradients are averaged by hand) of a model that a group of processes
+    trains; `body` is the
     model, compiled or not. Sharded, the model's parameters are others afterwards. UserError for an engine that can't."""
     by_hand = [model.embedding, model.norm]
-    if team.seat.size == 1:
+    if group.world.size == 1:
         return body, by_hand
-    if team.is_sharded:
+    if group.is_sharded:
         if step.engine != "eager":
             raise UserError(f"engine {step.engine} can't run sharded, where weights come and go; plan without --sharded, or "
                             f"from cells of engine eager")
-        mesh = init_device_mesh(model.embedding.device.type, (team.seat.size,))
+        mesh = init_device_mesh(model.embedding.device.type, (group.world.size,))
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         return fully_shard(model, mesh=mesh, ignored_params=set(by_hand)), by_hand
@@ -40,7 +42,7 @@ def spread(model: Decoder, body: nn.Module, step: StepConfig, team: Team) -> tup
 
 
 @contextlib.contextmanager
-def exchange(body: nn.Module, is_due: bool):
+def exchange(body: nn.Module, is_due: bool) -> Iterator[None]:
     """A backward pass inside exchanges what it and those before it summed up, or if not `is_due` only sums up."""
     if isinstance(body, FSDPModule):
         body.set_requires_gradient_sync(is_due)
@@ -66,13 +68,13 @@ def clip(parameters: Sequence[nn.Parameter], most: float) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, which every process of the team asks for at once."""
+    """All of a tensor, which every process asks for at once."""
     return tensor.full_tensor() if is_part(tensor) else tensor
 
 
-def like(tensor: Tensor, given: Tensor) -> Tensor:
-    """The whole tensor `given`, on the device of `tensor`, or this process's part of it if that is one."""
-    there = torch.empty(given.shape, device=tensor.device, dtype=given.dtype).copy_(given)
-    if not is_part(tensor) or given.ndim != tensor.ndim:
-        return there
-    return distribute_tensor(there, tensor.device_mesh, tensor.placements, src_data_rank=None)
+def like(tensor: Tensor, values: Tensor) -> Tensor:
+    """The whole tensor `values`, on the device of `tensor`, or this process's part of it if that is one."""
+    copy = torch.empty(values.shape, device=tensor.device, dtype=values.dtype).copy_(values)
+    if not isinstance(tensor, DTensor) or values.ndim != tensor.ndim:
+        return copy
+    return distribute_tensor(copy, tensor.device_mesh, tensor.placements, src_data_rank=None)

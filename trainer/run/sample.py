@@ -3,23 +3,24 @@
 import json
 import time
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 from spillcliff.errors import UserError, is_out_of_memory
-from spillcliff.files import read_json
+from spillcliff.files import Say, ignore, read_json
 from spillcliff.hardware.device import lock_fp32
 from trainer.config import ModelConfig
 from trainer.huggingface import weights
 from trainer.huggingface.config_json import CONFIG
 from trainer.model.decoder import Decoder
-from trainer.model.generate import Draw, generate
-from trainer.plan import Plan
+from trainer.model.generate import Sampling, generate
 from trainer.run.log import RunLog
-from trainer.tokenize import tokenizer
+from trainer.run_folder import RunFolder
+from trainer.tokenize import tokenizer as tokenizers
 
 SAMPLE_TOKENS = 64
 """Most tokens of a text that is written at an evaluation."""
@@ -34,111 +35,114 @@ def printable(text: str) -> str:
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else BROKEN for c in text)
 
 
-class Pieces:
+class StreamDecoder:
     """The text of tokens as they come, in pieces of whole characters; a byte-level tokenizer splits characters."""
 
-    def __init__(self, coder, prompt: list[int]) -> None:
-        self._coder, self._ids = coder, prompt[-CONTEXT:]
-        self._told = len(coder.decode(self._ids))
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
+        self._tokenizer, self._ids = tokenizer, prompt[-CONTEXT:]
+        self._told = len(tokenizer.decode(self._ids))
 
     def add(self, token: int) -> str:
         """What is certain now and was not told before; "" while a character is unfinished."""
         self._ids.append(token)
-        text = self._coder.decode(self._ids)
+        text = self._tokenizer.decode(self._ids)
         piece = text.rstrip(BROKEN)[self._told:]
         self._told += len(piece)
         if len(self._ids) >= LONGEST and self._told == len(text):
             self._ids = self._ids[-CONTEXT:]
-            self._told = len(self._coder.decode(self._ids))
+            self._told = len(self._tokenizer.decode(self._ids))
         return piece
 
-    def rest(self) -> str:
+    def end(self) -> str:
         """What the end of the text leaves of a character."""
-        return self._coder.decode(self._ids)[self._told:]
+        return self._tokenizer.decode(self._ids)[self._told:]
 
 
 @dataclass(frozen=True)
-class Writer:
-    """A model with its tokenizer. `ends` are the ids that end a text, `length` what it was trained at; `is_marked` says that
-    prompts begin with what the tokenizer's post-processor adds."""
+class TextModel:
+    """A model with its tokenizer. `ends` are the ids that end a text, `length` what it was trained at; `adds_special` says
+    that prompts begin with what the tokenizer's post-processor adds."""
 
     model: Decoder
-    coder: object
+    tokenizer: Tokenizer
     ends: frozenset[int]
     length: int
-    is_marked: bool = False
+    adds_special: bool = False
 
     @classmethod
-    def of_run(cls, run: Path, device: torch.device, say=lambda line: None) -> "Writer":
+    def of_run(cls, run: RunFolder, device: torch.device, say: Say = ignore) -> "TextModel":
         """A run's newest checkpoint; UserError if it has none or no tokenizer."""
-        if not (run / "plan.json").is_file():
-            raise UserError(f"run {run} holds no plan.json; name a folder that `train` made, such as results/runs/...")
-        if not (run / "tokenizer.json").is_file():
-            raise UserError(f"run {run} has no tokenizer.json: its token file named no tokenizer, so text can't be read")
-        coder = tokenizer.load(run / "tokenizer.json")
-        length = Plan.load(run / "plan.json").step.length
+        plan = run.load_plan()
+        if not run.tokenizer.is_file():
+            raise UserError(f"run {run.path} has no tokenizer.json: its token file named no tokenizer, so text can't be "
+                            f"read")
+        tokenizer = tokenizers.load(run.tokenizer)
         model = _filled(weights.RunWeights(run, "newest", say), device)
-        return cls(model, coder, ends_of(coder), length)
+        return cls(model, tokenizer, end_ids(tokenizer), plan.step.length)
 
     @classmethod
-    def of_folder(cls, folder: Path, device: torch.device) -> "Writer":
+    def of_folder(cls, folder: Path, device: torch.device) -> "TextModel":
         """An exported folder, or another Llama-like model's; UserError for one that can't be read."""
         source = weights.HubWeights(folder)
         if not (folder / "tokenizer.json").is_file():
             raise UserError(f"folder {folder} has no tokenizer.json, so text can't be read")
-        coder = tokenizer.load(folder / "tokenizer.json")
+        tokenizer = tokenizers.load(folder / "tokenizer.json")
         generation = folder / "generation_config.json"
         config = read_json(folder / CONFIG, "model config")
         told = (read_json(generation, "generation config") if generation.is_file() else config).get("eos_token_id")
         ends = frozenset(i for i in (told if isinstance(told, list) else [told]) if type(i) is int)
         length = config.get("max_position_embeddings")
-        return cls(_filled(source, device), coder, ends or ends_of(coder), length if type(length) is int else 2048, True)
+        return cls(_filled(source, device), tokenizer, ends or end_ids(tokenizer),
+                   length if type(length) is int else 2048, True)
 
     def ids(self, prompt: str) -> list[int]:
         """The prompt's tokens, an end of text for an empty one."""
-        return encoded(self.coder, prompt, self.model.config, self.is_marked)
+        return encode_prompt(self.tokenizer, prompt, self.model.config, self.adds_special)
 
 
-def ends_of(coder) -> frozenset[int]:
-    ends = tokenizer.end_of_text(coder)
-    return frozenset({coder.token_to_id(ends)}) if ends else frozenset()
+def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """The id of the tokenizer's end of text; empty if it has none."""
+    end = tokenizers.end_of_text(tokenizer)
+    index = tokenizer.token_to_id(end) if end else None
+    return frozenset() if index is None else frozenset({index})
 
 
-def encoded(coder, prompt: str, model: ModelConfig, is_marked: bool = False) -> list[int]:
-    ids = coder.encode(prompt, add_special_tokens=is_marked).ids or [*ends_of(coder), 0][:1]
+def encode_prompt(tokenizer: Tokenizer, prompt: str, model: ModelConfig, adds_special: bool = False) -> list[int]:
+    """A prompt's ids, an end of text for an empty one; UserError for an id that `model` has no row for."""
+    ids = tokenizer.encode(prompt, add_special_tokens=adds_special).ids or [*end_ids(tokenizer), 0][:1]
     if max(ids) >= model.vocab:
         raise UserError(f"the tokenizer's id {max(ids)} is past the vocabulary of {model.vocab}: it is another model's")
     return ids
 
 
-def _filled(source, device: torch.device) -> Decoder:
+def _filled(source: weights.Source, device: torch.device) -> Decoder:
     lock_fp32()
     model = Decoder(source.model, 1, device)
     weights.load(source, model)
     return model
 
 
-def write(writer: Writer, prompts: Sequence[str], count: int, draw: Draw, show=lambda row, piece: None,
-          say=lambda line: None) -> list[str]:
+def write_texts(model: TextModel, prompts: Sequence[str], count: int, sampling: Sampling,
+                show: Callable[[int, str], None] = lambda row, piece: None, say: Say = ignore) -> list[str]:
     """Each prompt with up to `count` tokens more; `show` is told each row's pieces as they come. UserError if memory is too
     small."""
-    ids = [writer.ids(p) for p in prompts]
-    if (longest := max(map(len, ids)) + count) > writer.length:
-        say(f"note: up to {longest} tokens, and the model was trained on {writer.length} at a time; past them it gets worse")
-    pieces, texts = [Pieces(writer.coder, begin) for begin in ids], list(prompts)
+    ids = [model.ids(p) for p in prompts]
+    if (longest := max(map(len, ids)) + count) > model.length:
+        say(f"note: up to {longest} tokens, and the model was trained on {model.length} at a time; past them it gets worse")
+    decoders, texts = [StreamDecoder(model.tokenizer, prompt) for prompt in ids], list(prompts)
 
     def add(row: int, piece: str) -> None:
         texts[row] += piece
         show(row, piece)
 
     try:
-        generate(writer.model, ids, count, draw, writer.ends, lambda row, token: add(row, pieces[row].add(token)))
+        generate(model.model, ids, count, sampling, model.ends, lambda row, token: add(row, decoders[row].add(token)))
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(type(e).__name__, str(e)):
             raise
         raise UserError(f"out of memory at {len(ids)} texts of up to {longest} tokens; ask for fewer or shorter") from None
-    for row, left in enumerate(pieces):
-        add(row, left.rest())
+    for row, decoder in enumerate(decoders):
+        add(row, decoder.end())
     return texts
 
 
@@ -150,17 +154,18 @@ class Sampler:
         if path is None or not Path(path).is_file():
             raise UserError(f"--sample needs the tokenizer that made the token file, and {path or 'its sidecar names none'}"
                             + " is not there" * (path is not None))
-        self._coder = tokenizer.load(path)
+        self._tokenizer = tokenizers.load(path)
         self.prompts = tuple(prompts)
         for prompt in prompts:
-            encoded(self._coder, prompt, model)
+            encode_prompt(self._tokenizer, prompt, model)
 
-    def show(self, model: Decoder, step: int, log: RunLog, say) -> float:
+    def show(self, model: Decoder, step: int, log: RunLog, say: Say) -> float:
         """Writes each prompt's text to the log and shows it; returns the seconds that took. Too little memory for it is
         told, and no more."""
         begin = time.perf_counter()
         try:
-            texts = write(Writer(model, self._coder, ends_of(self._coder), 0), self.prompts, SAMPLE_TOKENS, Draw())
+            text_model = TextModel(model, self._tokenizer, end_ids(self._tokenizer), 0)
+            texts = write_texts(text_model, self.prompts, SAMPLE_TOKENS, Sampling())
         except UserError as e:
             say(f"no sample after step {step}: {e}")
             texts = []

@@ -23,7 +23,7 @@ it; this one stands alone."""
 
 
 @dataclass(frozen=True)
-class Sight:
+class SpeedReadings:
     """What a run shows now. `tok_s` is of the latest steps, `planned_tok_s` the low end of the plan's band, `data_share` the
     part of the latest steps that waited for tokens; None where the platform can't tell."""
 
@@ -41,40 +41,40 @@ class Sight:
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """One thing that costs speed: `what` is spill, battery, data, throttle, contended or slow; `line` has the evidence and
+class Slowdown:
+    """One thing that costs speed: `cause` is spill, battery, data, throttle, contended or slow; `line` has the evidence and
     what to do."""
 
-    what: str
+    cause: str
     line: str
 
 
-def trouble(seen: Sight, throttled: int) -> Trouble | None:
-    """What is wrong, most certain first; None if nothing is. `throttled` are the bits that mean a throttle."""
-    if seen.spilled_bytes is not None and seen.spilled_bytes > MOVED_BYTES:
-        return Trouble("spill", f"{format_bytes(seen.spilled_bytes)} of this run have moved to system memory "
-                                f"({_pace(seen)}): {FREE_IT}")
-    if seen.tok_s * FALL >= seen.planned_tok_s:
+def find_slowdown(now: SpeedReadings, throttle_bits: int) -> Slowdown | None:
+    """What is wrong, most certain first; None if nothing is. `throttle_bits` are the bits that mean a throttle."""
+    if now.spilled_bytes is not None and now.spilled_bytes > MOVED_BYTES:
+        return Slowdown("spill", f"{format_bytes(now.spilled_bytes)} of this run have moved to system memory "
+                                 f"({_pace(now)}): {FREE_IT}")
+    if now.tok_s * FALL >= now.planned_tok_s:
         return None
-    if seen.on_battery:
-        return Trouble("battery", f"{_pace(seen)}, and the machine is on battery: plug it in")
-    if seen.data_share > DATA_SHARE:
-        return Trouble("data", f"{_pace(seen)}: {seen.data_share:.0%} of it waits for tokens; is the disk of --data slow or "
-                               f"busy, or the processor?")
-    if seen.throttle and seen.throttle & throttled:
-        hot = "" if seen.temperature_c is None else f" at {seen.temperature_c:.0f} degrees"
-        return Trouble("throttle", f"{_pace(seen)}: the card throttles{hot}; clear its vents, or plan from `probe soak`")
-    if seen.other_percent is not None and seen.other_percent >= BUSY_PERCENT:
-        return Trouble("contended", f"{_pace(seen)}: another process (pid {seen.other_pid}) keeps the card "
-                                    f"{seen.other_percent:.0f}% busy; close it")
-    if seen.kind in ("cuda", "xpu"):
-        held = "" if seen.reserved_bytes is None else f" of its {format_bytes(seen.reserved_bytes)}"
-        return Trouble("spill", f"{_pace(seen)}, and no throttle: some{held} has likely moved to system memory; {FREE_IT}")
-    return Trouble("slow", f"{_pace(seen)}: what else is this machine busy with?")
+    if now.on_battery:
+        return Slowdown("battery", f"{_pace(now)}, and the machine is on battery: plug it in")
+    if now.data_share > DATA_SHARE:
+        return Slowdown("data", f"{_pace(now)}: {now.data_share:.0%} of it waits for tokens; is the disk of --data slow or "
+                                f"busy, or the processor?")
+    if now.throttle and now.throttle & throttle_bits:
+        hot = "" if now.temperature_c is None else f" at {now.temperature_c:.0f} degrees"
+        return Slowdown("throttle", f"{_pace(now)}: the card throttles{hot}; clear its vents, or plan from `probe soak`")
+    if now.other_percent is not None and now.other_percent >= BUSY_PERCENT:
+        return Slowdown("contended", f"{_pace(now)}: another process (pid {now.other_pid}) keeps the card "
+                                     f"{now.other_percent:.0f}% busy; close it")
+    if now.kind in ("cuda", "xpu"):
+        size = "" if now.reserved_bytes is None else f" of its {format_bytes(now.reserved_bytes)}"
+        return Slowdown("spill", f"{_pace(now)}, and no throttle: some{size} has likely moved to system memory; {FREE_IT}")
+    return Slowdown("slow", f"{_pace(now)}: what else is this machine busy with?")
 
 
-def _pace(seen: Sight) -> str:
-    return f"{seen.tok_s:,.0f} tok/s where at least {seen.planned_tok_s:,.0f} were planned"
+def _pace(now: SpeedReadings) -> str:
+    return f"{now.tok_s:,.0f} tok/s where at least {now.planned_tok_s:,.0f} were planned"
 
 
 def is_away(step_s: float, usual: list[float]) -> bool:

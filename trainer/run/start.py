@@ -1,4 +1,4 @@
-"""From a start's options to a run: opens everything, goes through the audit, trains, and tells what came of it."""
+"""From the options of `train` to a run: opens everything, goes through the audit, trains, and tells what came of it."""
 
 import os
 import shlex
@@ -6,23 +6,28 @@ import subprocess
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from spillcliff.console import LiveLine, Output
 from spillcliff.errors import UserError, is_out_of_memory
-from spillcliff.hardware.device import facts, is_sharded, resolve, team_name
-from spillcliff.hardware.usage import Claim
-from spillcliff.live import Live
-from spillcliff.output import Output, print_rows
-from trainer.data.dataset import answer_share, open_data
+from spillcliff.hardware.device import device_facts, resolve_device
+from spillcliff.hardware.fingerprints import is_sharded, multi_device_name
+from spillcliff.hardware.usage import MemoryClaim
+from trainer.data.dataset import Dataset, open_data
 from trainer.plan import Plan
+from trainer.ranks import World
 from trainer.run import preflight, tensorboard
-from trainer.run.distributed import Seat, Team
-from trainer.run.ledger import words
-from trainer.run.log import RunFolder, default_run, describe, receipt_rows
-from trainer.run.preflight_facts import look
+from trainer.run.distributed import ProcessGroup
+from trainer.run.receipt import ledger_line, receipt_rows
+from trainer.run_folder import RunFolder, new_run_folder
+
+if TYPE_CHECKING:
+
+    from trainer.run.loop import RunOptions, RunSetup
 
 
 @dataclass(frozen=True)
-class Start:
+class StartOptions:
     """The options of `train`."""
 
     plan: Path
@@ -40,105 +45,124 @@ class Start:
     device: str | None
 
 
-def launch(start: Start, as_json: bool) -> None:
-    """Trains, as the first of a team or as one that follows it. What is wrong with the input is told once, by the first,
-    before it joins: the others wait for it."""
-    team = Team(Seat.of(os.environ))
-    out = Output(as_json, team.seat.leads)
-    plan = Plan.load(start.plan) if team.seat.leads else None
-    claim = Claim()
-    where = team.place(resolve(start.device))
-    if not team.seat.leads:
-        if start.dry_run:
+def start(options: StartOptions, as_json: bool) -> None:
+    """Trains, as the main one of several processes or as one that follows it. What is wrong with the input is told once, by
+    the main one, before it joins: the others wait for it."""
+    group = ProcessGroup(World.of_environment(os.environ))
+    out = Output(as_json, is_silent=not group.world.is_main)
+    plan = Plan.load(options.plan) if group.world.is_main else None
+    claim = MemoryClaim()
+    device = group.own_device(resolve_device(options.device))
+    if plan is None:
+        if options.dry_run:
             return
-        team.join(where)
-        plan = Plan.load(start.plan)
-    team.is_sharded = is_sharded(plan.device) and team.seat.size > 1
-    from trainer.huggingface import weights  # with torch, which what is wrong with a plan need not wait for
-    from trainer.run.loop import Extras
+        group.join(device)
+        plan = Plan.load(options.plan)
+    group.is_sharded = is_sharded(plan.device) and group.world.size > 1
+    from trainer.run.loop import RunSetup  # with torch, which what is wrong with a plan need not wait for
+
+    data, validation = open_data(plan, options.data, options.val, keep=not options.dry_run, dtype=options.dtype,
+                                 column=options.column, say=out.say)
+    folder = RunFolder(options.run) if options.run else new_run_folder(Path("results"), plan)
+    setup = RunSetup(plan=plan, data=data, validation=validation, folder=folder, device=device, claim=claim, group=group,
+                     options=_run_options(options, plan, data, folder, group, out))
+    _introduce(setup, options, out)
+    if not _passes_preflight(setup, options, out):
+        return
+    receipt = _train(setup, options.resume, out)
+    out.say(f"validation loss {receipt['first_val_loss']:.3f} -> {receipt['val_loss']:.3f}; receipt in {folder.path}")
+    out.table(("", "planned", "actual", "difference"), receipt_rows(receipt))
+    out.say(f"the time went to {ledger_line(receipt['ledger'])}")
+    out.result(receipt | {"run": str(folder.path)})
+
+
+def _run_options(options: StartOptions, plan: Plan, data: Dataset, folder: RunFolder, group: ProcessGroup,
+                 out: Output) -> "RunOptions":
+    from trainer.huggingface import weights
+    from trainer.run.loop import RunOptions
     from trainer.run.sample import Sampler
 
-    tokens, held = open_data(plan, start.data, start.val, not start.dry_run, start.dtype, start.column, out.say)
-    if start.tensorboard:
-        tensorboard.check()
-    if start.prompts and team.is_sharded:
+    if options.tensorboard:
+        tensorboard.check_installed()
+    if options.prompts and group.is_sharded:
         raise UserError("--sample needs the whole model on one device, and the plan shares it out; leave it out, and ask "
                         "`train sample` when the run is through")
-    folder = start.run or default_run(Path("results"), plan)
-    extras = Extras(start.source and weights.of_shape(start.source, plan.model, out.say),
-                    Sampler(start.prompts, tokens.tokenizer, plan.model) if start.prompts else None, start.tensorboard,
-                    _again(start, folder, team.seat.size))
-    _introduce(plan, start, tokens, held, out)
-    if not _passes(plan, start, folder, tokens, where, team, out):
-        return
-    paper = _train(plan, start, folder, tokens, held, where, claim, team, extras, out)
-    _tell(paper, folder, out)
+    return RunOptions(
+        source=weights.open_for(options.source, plan.model, out.say) if options.source else None,
+        sampler=Sampler(options.prompts, data.tokenizer, plan.model) if options.prompts else None,
+        tensorboard=options.tensorboard, resume_command=_resume_command(options, folder, group.world.size))
 
 
-def _again(start: Start, folder: Path, processes: int) -> str:
+def _resume_command(options: StartOptions, folder: RunFolder, processes: int) -> str:
     """The command that goes on with the run."""
-    told = [("--plan", folder / "plan.json"), *(("--data", p) for p in start.data), *(("--val", p) for p in start.val),
-            ("--dtype", start.dtype), ("--column", start.column), *(("--sample", text) for text in start.prompts),
-            ("--device", start.device), ("--run", folder)]
+    told = [("--plan", folder.plan), *(("--data", p) for p in options.data), *(("--val", p) for p in options.val),
+            ("--dtype", options.dtype), ("--column", options.column), *(("--sample", text) for text in options.prompts),
+            ("--device", options.device), ("--run", folder.path)]
     words = [str(word) for name, value in told if value is not None for word in (name, value)]
-    words += ["--tensorboard"] * start.tensorboard + ["--resume"]
+    words += ["--tensorboard"] * options.tensorboard + ["--resume"]
     begin = "train" if processes == 1 else f"torchrun --nproc-per-node {processes} -- $(which train)"
     return f"{begin} {subprocess.list2cmdline(words) if os.name == 'nt' else shlex.join(words)}"
 
 
-def _introduce(plan: Plan, start: Start, tokens, held, out: Output) -> None:
-    seen = plan.steps * plan.step.tokens / len(tokens)
-    named = ", ".join(map(str, start.data))
-    out.say(describe(plan))
-    out.say(f"data {named}: {len(tokens):,} tokens, each seen {seen:.1f} times; {len(held):,} held back to validate")
-    if share := answer_share(tokens):
-        out.say(f"pairs: the loss is on the answers, {share:.0%} of these tokens; tok/s counts all, padding too")
+def _introduce(setup: "RunSetup", options: StartOptions, out: Output) -> None:
+    plan, data = setup.plan, setup.data
+    times = plan.steps * plan.step.tokens / len(data)
+    out.say(plan.describe())
+    out.say(f"data {', '.join(map(str, options.data))}: {len(data):,} tokens, each seen {times:.1f} times; "
+            f"{len(setup.validation):,} held back to validate")
+    if data.answer_share:
+        out.say(f"pairs: the loss is on the answers, {data.answer_share:.0%} of these tokens; tok/s counts all, padding too")
 
 
-def _passes(plan: Plan, start: Start, folder: Path, tokens, where, team: Team, out: Output) -> bool:
+def _passes_preflight(setup: "RunSetup", options: StartOptions, out: Output) -> bool:
     """Goes through the audit, and returns whether to train; what refuses is raised."""
-    if start.resume:
-        RunFolder.resume(folder, plan)
-    team.seat.share(plan)
-    situation = look(plan, where, folder, start.resume, start.allow_battery, tokens=len(tokens),
-                     fingerprint=team_name(facts(where).fingerprint, team.seat.size, team.is_sharded))
-    if not team.seat.leads:  # the first has the folder by now
-        situation = replace(situation, held=None, run_problem=None)
-    findings = preflight.judge(situation)
-    for line in preflight.lines(findings) if start.dry_run else preflight.warnings(findings):
+    plan, folder, world = setup.plan, setup.folder, setup.group.world
+    if options.resume:
+        folder.check_resume(plan)
+    world.part_of_plan(plan)
+    facts = _preflight_facts(setup, options)
+    findings = preflight.check(facts)
+    for line in preflight.lines(findings) if options.dry_run else preflight.warnings(findings):
         out.say(line)
     if refusal := preflight.refusal(findings):
         raise refusal
-    if start.dry_run:
-        out.say(f"would run on {situation.fingerprint} into {folder}; nothing was written")
-        out.result({"run": str(folder), "device": situation.fingerprint, "steps": plan.steps, "tokens": len(tokens),
+    if options.dry_run:
+        out.say(f"would run on {facts.fingerprint} into {folder.path}; nothing was written")
+        out.result({"run": str(folder.path), "device": facts.fingerprint, "steps": plan.steps, "tokens": len(setup.data),
                     "findings": [asdict(f) for f in findings]})
-    return not start.dry_run
+    return not options.dry_run
 
 
-def _train(plan: Plan, start: Start, path: Path, tokens, held, where, claim: Claim, team: Team, extras, out: Output) -> dict:
+def _preflight_facts(setup: "RunSetup", options: StartOptions) -> preflight.PreflightFacts:
+    from trainer.run.preflight_facts import gather
+
+    world = setup.group.world
+    fingerprint = multi_device_name(device_facts(setup.device).fingerprint, world.size, setup.group.is_sharded)
+    facts = gather(setup.plan, setup.device, setup.folder, options.resume, options.allow_battery, tokens=len(setup.data),
+                   fingerprint=fingerprint)
+    # the main process has the folder by the time that the others look
+    return facts if world.is_main else replace(facts, is_locked=None, folder_problem=None)
+
+
+def _train(setup: "RunSetup", resume: bool, out: Output) -> dict:
     """The receipt."""
     from trainer.run.loop import run
 
+    is_main, folder = setup.group.world.is_main, setup.folder
     try:
-        with RunFolder.alone(path) if team.seat.leads else nullcontext(), Live(out.console()) as live:
-            if team.seat.leads:
-                folder = RunFolder.resume(path, plan) if start.resume else RunFolder.start(path, plan)
-                team.join(where)
-            else:
-                folder = RunFolder(path)
-            paper = run(plan, tokens, held, folder, where, start.resume, claim, team, live.say, live.update, extras)
-            team.leave()
+        with folder.locked() if is_main else nullcontext(), LiveLine(out.console()) as live:
+            if is_main:
+                if resume:
+                    folder.check_resume(setup.plan)
+                else:
+                    folder.start(setup.plan)
+                setup.group.join(setup.device)
+            receipt = run(replace(setup, say=live.say, show=live.update), resume)
+            setup.group.leave()
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(type(e).__name__, str(e)):
             raise
-        raise UserError(f"out of memory at {describe(plan)}: another program may have taken some since it was measured; "
-                        f"plan with a smaller --limit, or go on with --run {path} --resume when it is free") from None
-    return paper
-
-
-def _tell(paper: dict, folder: Path, out: Output) -> None:
-    out.say(f"validation loss {paper['first_val_loss']:.3f} -> {paper['val_loss']:.3f}; receipt in {folder}")
-    print_rows(out, ("", "planned", "actual", "difference"), receipt_rows(paper))
-    out.say(f"the time went to {words(paper['ledger'])}")
-    out.result(paper | {"run": str(folder)})
+        raise UserError(f"out of memory at {setup.plan.describe()}: another program may have taken some since it was "
+                        f"measured; plan with a smaller --limit, or go on with --run {folder.path} --resume when it is free"
+                        ) from None
+    return receipt

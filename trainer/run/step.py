@@ -1,48 +1,51 @@
 """The step that is measured and that trains: micro-steps, clip, optimizer."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from spillcliff.errors import UserError
-from spillcliff.hardware.device import lock_fp32, refuse_engine, settle_heap
-from trainer.config import ENGINES, RECOMPUTES, ModelConfig, OptimizerConfig, StepConfig, refuse_update
+from spillcliff.hardware.device import engine_refusal, lock_fp32, settle_heap
+from trainer.config import ModelConfig, OptimizerConfig, StepConfig, update_refusal
 from trainer.model.decoder import Decoder
 from trainer.model.loss import head_loss
 from trainer.run import parallel
-from trainer.run.distributed import Team
+from trainer.run.distributed import ProcessGroup
 
-__all__ = ["ENGINES", "RECOMPUTES", "OptimizerConfig", "StepConfig", "TrainStep"]
+SINGLE = ProcessGroup()
+"""One process alone."""
 
 
 class TrainStep:
     """Model, optimizer and engine of one run; calling it does one optimizer step.
 
-    tokens are int32 on the device: (accum, batch, length + 1) for a step, (batch, length + 1) for an evaluation; inputs
-    are all but the last column, targets all but the first. In a team `step` is each process's share, and a step ends with
+    tokens are int32 on the device: (accum, batch, length + 1) for a step, (batch, length + 1) for an evaluation; inputs are
+    all but the last column, targets all but the first. Of several processes `step` is each one's part, and a step ends with
     the same weights in all of them. `masked` tokens hold ids that take no part in the loss as ~id: as inputs they are read,
-    as targets left out, and the loss is the mean over the targets that are left in the whole step, the team's.
-    """
+    as targets left out, and the loss is the mean over the targets that are left in the whole step, of all processes.
+    UserError for an engine or an update that can't be. """
 
     def __init__(self, model: ModelConfig, step: StepConfig, optimizer: OptimizerConfig, device: torch.device,
-                 seed: int = 0, team: Team = Team(), masked: bool = False) -> None:  # noqa: B008
+                 seed: int = 0, group: ProcessGroup = SINGLE, masked: bool = False) -> None:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        refusal = refuse_engine(step.engine, device.type, capability) or refuse_update(step, optimizer)
+        refusal = engine_refusal(step.engine, device.type, capability) or update_refusal(step, optimizer)
         if refusal:
             raise UserError(refusal)
         lock_fp32()
         if device.type == "cpu":
             settle_heap()
-        self.step, self.device, self.clip, self.team = step, device, optimizer.clip, team
+        self.step, self.device, self.clip, self.group = step, device, optimizer.clip, group
         self.model = Decoder(model, step.length, device, seed)
         body = torch.compile(self.model, dynamic=False) if step.engine == "compile" else self.model
-        self._body, self._by_hand = parallel.spread(self.model, body, step, team)
+        self._body, self._by_hand = parallel.spread(self.model, body, step, group)
         self._graphs: list[tuple[torch.cuda.CUDAGraph, Tensor]] = []
-        self._side = self._tokens = None
+        self._side: torch.cuda.Stream | None = None
+        self._tokens: Tensor | None = None
         self._count = torch.zeros((), device=device) if masked else None  # of a step's targets, in each process's mean
 
-        def adamw(parameters, decay):
+        def adamw(parameters: list, decay: float) -> torch.optim.AdamW:
             return torch.optim.AdamW(parameters, lr=optimizer.lr, betas=optimizer.betas, eps=1e-8, fused=True,
                                      weight_decay=decay)
 
@@ -59,7 +62,12 @@ class TrainStep:
             one = adamw(groups, 0.0)
             self._optimizers = dict.fromkeys(parameters, one)
 
-    def __call__(self, tokens: Tensor, lr: float, mark=lambda: None) -> tuple[Tensor, Tensor | None]:
+    @property
+    def accum(self) -> int:
+        """Micro-steps in a step."""
+        return self.step.accum
+
+    def __call__(self, tokens: Tensor, lr: float, mark: Callable[[], None] = lambda: None) -> tuple[Tensor, Tensor | None]:
         """One optimizer step; returns the mean loss and the gradient's norm before the clip (None without a clip), both
         still on the device. `mark` is called between the last micro-step and the update."""
         for optimizer in set(self._optimizers.values()):
@@ -69,13 +77,13 @@ class TrainStep:
             self._record(tokens[0])
         if self._count is not None:  # in place: a graph reads it where it was recorded
             self._count.copy_((tokens[..., 1:] >= 0).sum())
-            self.team.average_([self._count])
+            self.group.average_([self._count])
         loss = torch.zeros((), device=self.device)
         for i, micro in enumerate(tokens):
             loss += self._replay(i, micro) if self._graphs else self._forward_backward(micro, i == len(tokens) - 1)
         mark()
-        self.team.average_([loss, *(p.grad for p in self._by_hand)])
-        norm = None
+        self.group.average_([loss, *(p.grad for p in self._by_hand)])
+        norm: Tensor | None = None
         if self.clip is not None:
             norm = parallel.clip(list(self.model.parameters()), self.clip)
         if self.step.update == "backward":
@@ -100,9 +108,9 @@ class TrainStep:
         return inputs if self._count is None else inputs ^ (inputs >> 31)  # ~id where it is below 0
 
     def _forward_backward(self, tokens: Tensor, is_last: bool = True) -> Tensor:
-        """Loss and gradients of one micro-step; a team exchanges what its blocks have summed up during the last one. The
-        tied embedding's two gradients go into one buffer: the head's first, chunk by chunk as the loss is made, then the
-        looked-up rows'."""
+        """Loss and gradients of one micro-step; several processes exchange what their blocks have summed up during the last
+        one. The tied embedding's two gradients go into one buffer: the head's first, chunk by chunk as the loss is made,
+        then the looked-up rows'."""
         with parallel.exchange(self._body, is_last):
             return self._gradients(tokens)
 
@@ -129,18 +137,20 @@ class TrainStep:
         self._optimizers[parameter].step()
         parameter.grad = None
 
-    def lighter(self) -> int | None:
+    def smaller_batch(self) -> int | None:
         """The largest batch of at most half of today's that can make the same steps; None if there is none, or if some of
         the weights may have been updated already."""
         batch = self.step.batch
-        if self.step.update == "backward" or self.team.seat.size > 1:  # the others wait in the middle of a step
+        if self.step.update == "backward" or self.group.world.size > 1:  # the others wait in the middle of a step
             return None
         return next((b for b in range(batch // 2, 0, -1) if batch % b == 0), None)
 
-    def lighten(self) -> None:
-        """Makes the steps of that batch from now on, with as many more micro-steps, and lets go of what a step that ran out
-        of memory left."""
-        batch = self.lighter()
+    def shrink_batch(self) -> None:
+        """Makes the steps of `smaller_batch` from now on, with as many more micro-steps, and lets go of what a step that ran
+        out of memory left."""
+        batch = self.smaller_batch()
+        if batch is None:
+            raise ValueError("no smaller batch makes the same steps")
         self.step = replace(self.step, batch=batch, accum=self.step.accum * self.step.batch // batch)
         self._graphs.clear()
         self._tokens = None
@@ -157,7 +167,7 @@ class TrainStep:
 
     def _replay(self, i: int, tokens: Tensor) -> Tensor:
         graph, loss = self._graphs[min(i, len(self._graphs) - 1)]
-        self._tokens.copy_(tokens)
+        self._tokens.copy_(tokens)  # type: ignore[union-attr]  # made when the graph was recorded
         graph.replay()
         return loss
 
@@ -180,21 +190,21 @@ class TrainStep:
             self._graphs.append((graph, loss))
 
     def named_state(self) -> dict[str, Tensor]:
-        """Every tensor that a checkpoint needs, by name; the optimizer's are there once it has stepped. A sharded team asks
-        all at once, and the first gets them, in host memory."""
+        """Every tensor that a checkpoint needs, by name; the optimizer's are there once it has stepped. Sharded
+        processes ask all at once, and the main one gets them, in host memory."""
         tensors = {}
         for name, parameter in self.model.named_parameters():
             values = self._optimizers[parameter].state.get(parameter, {})
             tensors[f"model.{name}"] = parameter.detach()
             tensors |= {f"{key}.{name}": value for key, value in values.items()}
-        if not self.team.is_sharded:
+        if not self.group.is_sharded:
             return tensors
         wholes = ((name, parallel.whole(tensor)) for name, tensor in tensors.items())  # one at a time
-        return {name: tensor.cpu() for name, tensor in wholes if self.team.seat.leads}
+        return {name: tensor.cpu() for name, tensor in wholes if self.group.world.is_main}
 
     def put(self, parameter: Tensor, weight: Tensor) -> None:
-        """Writes a whole weight into a parameter, of which a sharded team's process has its part."""
-        parameter.copy_(parallel.like(parameter, weight) if self.team.is_sharded else weight)
+        """Writes a whole weight into a parameter, of which a sharded process has its part."""
+        parameter.copy_(parallel.like(parameter, weight) if self.group.is_sharded else weight)
 
     @torch.no_grad()
     def load_state(self, tensors: dict[str, Tensor]) -> None:

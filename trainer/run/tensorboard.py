@@ -1,13 +1,14 @@
 """A run's log as TensorBoard event files, beside the JSONL."""
 
 from pathlib import Path
+from typing import Any
 
 from spillcliff.errors import UserError
 
 SCALARS = {"step": {"loss": "loss/train", "lr": "lr", "norm": "gradient_norm"}, "eval": {"val_loss": "loss/validation"}}
 
 
-def check() -> None:
+def check_installed() -> None:
     """UserError where TensorBoard isn't installed."""
     import importlib.util
 
@@ -15,7 +16,7 @@ def check() -> None:
         raise UserError('--tensorboard needs an extra: pip install "spillcliff[tensorboard]"')
 
 
-class Board:
+class EventFiles:
     """Event files in `folder`. A reader drops what an earlier process wrote of steps after `done`, which come again."""
 
     def __init__(self, folder: Path, done: int, tokens_per_step: int) -> None:
@@ -27,7 +28,7 @@ class Board:
             raise UserError(f"can't write {folder}: {e.strerror or e}") from None
         self._tokens = tokens_per_step
 
-    def write(self, kind: str, step: int, values: dict) -> None:
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """One line of the log; OSError if the disk doesn't take it."""
         for name, tag in SCALARS.get(kind, {}).items():
             if values[name] is not None:

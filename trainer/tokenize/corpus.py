@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from spillcliff.errors import UserError
-from spillcliff.files import read_json, write_json, write_whole
+from spillcliff.files import read_json, write_atomic, write_json
 from spillcliff.units import format_bytes, format_count, format_duration
 from trainer.data.tokens import dtype_for, sidecar, write_sidecar
 from trainer.tokenize import texts, tokenizer
@@ -174,7 +174,7 @@ class _Job:
         if not any(self.progress.sizes):
             if tokenizer_path:
                 tokenizer.load(tokenizer_path)
-                write_whole(self.coder_part, tokenizer_path.read_bytes())
+                write_atomic(self.coder_part, tokenizer_path.read_bytes())
             else:
                 own = self.paths[:self.training]
                 total = sum(map(texts.text_bytes, own))
@@ -182,7 +182,7 @@ class _Job:
                 self.say(f"training a byte-level BPE of {vocab} entries on {format_bytes(min(total, LEARN))} of "
                          f"text{spread}")
                 learned = tokenizer.train(texts.sample(own, fields[:self.training], LEARN), vocab)
-                write_whole(self.coder_part, learned.to_str(pretty=True).encode())
+                write_atomic(self.coder_part, learned.to_str(pretty=True).encode())
         if self.coder_kept.exists() and self.coder_kept.read_bytes() != self.coder_part.read_bytes():
             raise UserError(f"{self.coder_kept} exists already and is another tokenizer; name another --out, or move "
                             f"it away")
@@ -276,7 +276,7 @@ class _Job:
                   "tokenizer": str(self.coder_kept), "out": str(self.outs[0])}
         if len(self.outs) > 1:
             result |= {"val": str(self.outs[1]), "val_tokens": counts[1], "val_documents": p.documents[1]}
-        write_whole(self.coder_kept, self.coder_part.read_bytes())
+        write_atomic(self.coder_kept, self.coder_part.read_bytes())
         for path, part, count in reversed(list(zip(self.outs, self.parts, counts, strict=False))):
             write_sidecar(path, count, vocab, self.coder_kept.name, job=p.job, result=result)
             if part.exists():  # one that is not there was renamed before a kill

@@ -23,10 +23,11 @@ class Part:
 def parts(model: ModelConfig) -> dict[str, tuple[Part, ...]]:
     """Each of our tensors, in the decoder's own order, with the parts that it is there."""
     d, kv = model.d_model, model.kv_heads * model.head_size
-    found = {"embedding": (Part("model.embed_tokens.weight", (model.vocab, d)),), "norm": (Part("model.norm.weight", (d,)),)}
+    named: dict[str, tuple[Part, ...]] = {"embedding": (Part("model.embed_tokens.weight", (model.vocab, d)),),
+                                          "norm": (Part("model.norm.weight", (d,)),)}
     for i in range(model.layers):
         at = f"model.layers.{i}."
-        found |= {f"blocks.{i}.{name}": tuple(Part(f"{at}{theirs}.weight", *rest) for theirs, *rest in of_it)
+        named |= {f"blocks.{i}.{name}": tuple(Part(f"{at}{theirs}.weight", *rest) for theirs, *rest in of_it)
                   for name, of_it in (
                       ("attention_norm", (("input_layernorm", (d,)),)),
                       ("qkv", (("self_attn.q_proj", (d, d), True), ("self_attn.k_proj", (kv, d), True),
@@ -35,7 +36,7 @@ def parts(model: ModelConfig) -> dict[str, tuple[Part, ...]]:
                       ("ff_norm", (("post_attention_layernorm", (d,)),)),
                       ("gate_up", (("mlp.gate_proj", (model.d_ff, d)), ("mlp.up_proj", (model.d_ff, d)))),
                       ("down", (("mlp.down_proj", (d, model.d_ff)),)))}
-    return found
+    return named
 
 
 def to_theirs(get: Callable[[str], Tensor], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
