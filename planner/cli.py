@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from spillcliff.errors import NoPlan, UserError
 from spillcliff.console import Output, given, print_rows
+from spillcliff.errors import NoPlan, UserError
 from trainer.cli import HELP, column_option, dtype_option, guarded, json_option
 from trainer.plan import PairCounts
 

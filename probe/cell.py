@@ -18,8 +18,8 @@ _STEP_FIELDS = tuple(f.name for f in dataclasses.fields(StepConfig))
 
 @dataclass(frozen=True)
 class Cell:
-    """One point of a grid: a model and the step that it makes. `model` is a size's name, the name of a model whose `shape` was
-    read from a config.json, or "package.module:function" of somebody's own step. UserError for values that can't be."""
+    """One point of a grid: a model and the step that it makes. `model` is a size's name, the name of a model whose `shape`
+    was read from a config.json, or "package.module:function" of somebody's own step. UserError for values that can't be."""
 
     model: str
     step: StepConfig

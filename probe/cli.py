@@ -2,34 +2,32 @@
 
 import dataclasses
 import functools
-from pathlib import Path
+from collections.abc import Callable
 
 import click
 
-from spillcliff.console import Output, given, print_rows, write_table
-from trainer.cli import HELP, device_option, guarded, json_option
-
-results_option = click.option("--results", default="results", show_default=True, type=click.Path(path_type=Path),
-                              metavar="DIR", help="Where records are kept.")
-
-length_option = click.option("--length", "lengths", default="256,512,1024", show_default=True, metavar="256,512",
-                             help="Tokens in a sequence.")
+from spillcliff.cli import HELP, PATH, device_option, json_option, results_option, run_command
+from spillcliff.console import LiveLine, Output, parse_option
+from trainer.config import STEP_OPTIONS
 
 
-def _options(*options):
+def _options(*options: Callable) -> Callable:
     """Several options as one decorator, for commands that share them."""
     return lambda command: functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
 
 
-of_a_step = _options(
-    click.option("--engine", "engines", default="eager", show_default=True, metavar="E", help="eager, graph or compile."),
-    click.option("--recompute", "recomputes", default="none", show_default=True, metavar="R",
-                 help="none, elementwise or block."),
-    click.option("--update", default="after", show_default=True, type=click.Choice(["after", "backward"]),
-                 help="Update parameters after the backward pass, or in it: no accumulation and no clip, less memory."),
-    click.option("--vocab", metavar="N", help="Entries of the vocabulary.  [default: 32000, or the config.json's]"))
+def _step_option(field: dataclasses.Field) -> Callable:
+    """A command's option for a field of StepConfig."""
+    return click.option(f"--{field.name}", default=field.default, show_default=True, metavar=field.name[0].upper(),
+                        help=field.metadata["help"])
 
-of_what_is_measured = _options(
+
+length_option = click.option("--length", "lengths", default="256,512,1024", show_default=True, metavar="256,512",
+                             help="Tokens in a sequence.")
+step_options = _options(
+    *map(_step_option, STEP_OPTIONS),
+    click.option("--vocab", metavar="N", help="Entries of the vocabulary.  [default: 32000, or the config.json's]"))
+measured_options = _options(
     click.option("--model", metavar="M", help="Only this size, this model's config.json, or this step."),
     click.option("--device", metavar="NAME", help="A folder under results/.  [default: this machine's, else the only one]"),
     click.option("--limit", metavar="5GB", help="Mark what is above it.  [default: 97% of the cliff]"),
@@ -51,26 +49,26 @@ def cli() -> None:
 @json_option
 def card(device, results, as_json) -> None:
     """Show what the device is, what it can run, what it takes for itself, and what it shows now."""
-    from probe.grid.bench import takes
-    from probe.grid.run import name_of, opened
+    from probe.grid.session import measure_overheads, open_session
     from probe.show.text import card_rows
     from spillcliff.hardware import nvml
     from spillcliff.hardware.device import engine_refusal, on_battery
     from trainer.config import ENGINES
 
     out = Output(as_json)
-    with opened(results, device) as (workers, facts, store, extra):
+    with open_session(results, device) as session:
+        facts, store = session.facts, session.store
         if facts.kind in ("cuda", "cpu"):
-            store.keep(takes(workers, name_of(device, facts), facts))
+            store.keep(measure_overheads(session.workers, session.device, facts))
     readings, free = nvml.readings(facts.uuid), nvml.free_bytes(facts.uuid)
     refusals = {engine: engine_refusal(engine, facts.kind, facts.capability) for engine in ENGINES}
-    for label, value in card_rows(facts, free, extra["disk_write_bytes_s"], refusals, readings,
+    for label, value in card_rows(facts, free, session.disk_write_bytes_s, refusals, readings,
                                   store.device.get("memory") or {}, on_battery()):
         out.say(f"{label:12} {value}")
     for engine in ENGINES:
         if refusals[engine]:
             out.say(f"no {engine}: {refusals[engine]}")
-    out.say(f"kept in {store.folder / 'device.json'}")
+    out.say(f"kept in {store.folder.device}")
     out.result(store.device | {"free_bytes": free, "readings": readings, "refused_engines": refusals})
 
 
@@ -83,18 +81,18 @@ def cliff(device, results, as_json) -> None:
 
     No model is needed. Everything else that runs now counts, and all memory is given back at the end.
     """
-    from probe.grid.bench import find_cliff
-    from probe.grid.run import name_of, opened
+    from probe.grid.session import find_cliff, open_session
     from probe.show.text import cliff_line
-    from probe.store import alone
+    from probe.store import only_probe_on
 
     out = Output(as_json)
-    with opened(results, device) as (workers, facts, store, _), alone(facts):
-        found = find_cliff(workers, name_of(device, facts), facts)
-    found.save(store.cliff_file)
-    out.say(cliff_line(found))
-    out.say(f"kept in {store.cliff_file}")
-    out.result(dataclasses.asdict(found) | {"device_bytes": found.device_bytes})
+    with open_session(results, device) as session, only_probe_on(session.facts):
+        measured = find_cliff(session.workers, session.device, session.facts)
+    path = session.store.folder.cliff
+    measured.save(path)
+    out.say(cliff_line(measured))
+    out.say(f"kept in {path}")
+    out.result(dataclasses.asdict(measured) | {"device_bytes": measured.device_bytes})
 
 
 @cli.command(context_settings=HELP)
@@ -105,7 +103,7 @@ def cliff(device, results, as_json) -> None:
 @length_option
 @click.option("--accum", "accums", metavar="1,2", help="Micro-steps in a step; 2 stands for every number above 1.  "
                                                        "[default: 1, and 2 for what may be picked]")
-@of_a_step
+@step_options
 @click.option("--limit", metavar="5GB", help="Memory that may be used.  [default: 97% of the cliff]")
 @click.option("--seconds", default=10.0, show_default=True, type=click.FloatRange(1, 3600), help="Time for each cell.")
 @click.option("--every-cell", is_flag=True, help="Measure all cells, not only what the pick needs.")
@@ -116,30 +114,32 @@ def cliff(device, results, as_json) -> None:
 @device_option
 @results_option
 @json_option
-def grid(models, step, batches, lengths, accums, engines, recomputes, update, vocab, limit, seconds, every_cell, again,
-         nproc, sharded, device, results, as_json) -> None:
+def grid(models, step, batches, lengths, accums, vocab, limit, seconds, every_cell, again, nproc, sharded, device, results,
+         as_json, **options) -> None:
     """Measure peak memory and tok/s over batch, length and model size, and find the fastest cell that fits.
 
     Few cells are measured: those that the pick needs, and its neighbours. Each runs in a process of its own and is on disk
     before the next one starts; a grid that is started again measures only what is missing.
     """
-    from probe.cell import asked_cells
-    from probe.grid.run import Tour, name_of, opened, tell
-    from probe.store import alone
+    from probe.cell import requested_cells
+    from probe.grid.run import GridOptions, run_grid, tell
+    from probe.grid.session import open_session
+    from probe.store import only_probe_on
     from spillcliff.units import parse_bytes
 
     if (models is None) == (step is None):
         raise click.UsageError("a grid needs either --model (sizes, such as 150M) or --step package.module:make_step")
     out = Output(as_json)
-    asked = given(limit, parse_bytes, "--limit")
-    cells = asked_cells(models, step, batches, lengths, "1" if accums is None else accums, engines, recomputes, vocab,
-                        update, nproc)
+    limit_bytes = parse_option(limit, parse_bytes, "--limit")
+    cells = requested_cells(models, step, batches, lengths, "1" if accums is None else accums, options, vocab, nproc)
     if sharded and nproc == 1:
         raise click.UsageError("--sharded needs --nproc N, the cards to share the weights out to")
-    with opened(results, device, nproc, sharded) as (workers, facts, store, _), alone(facts):
-        tour = Tour(workers, name_of(device, facts), facts, store, seconds, every_cell, again, out)
-        found = tour.run(cells, asked, step, with_twins=accums is None and update == "after")
-    tell(*found, facts, store, out)
+    can_accumulate = all(cell.step.update == "after" for cell in cells)
+    grid_options = GridOptions(seconds=seconds, every_cell=every_cell, again=again, limit_bytes=limit_bytes,
+                               with_accumulation=accums is None and can_accumulate)
+    with open_session(results, device, nproc, sharded) as session, only_probe_on(session.facts):
+        result = run_grid(session, cells, grid_options, out)
+    tell(result, session, out)
 
 
 @cli.command(context_settings=HELP)
@@ -148,47 +148,49 @@ def grid(models, step, batches, lengths, accums, engines, recomputes, update, vo
               help="Sequences in a micro-step.")
 @length_option
 @click.option("--accum", "accums", default="1", show_default=True, metavar="1,2", help="Micro-steps in a step.")
-@of_a_step
+@step_options
 @click.option("--card", metavar="NAME", help='A card that is not here, such as "RTX 3060 12GB", by its paper figures.')
 @click.option("--device", metavar="NAME", help="A measured device, a folder under results/.  [default: this machine's]")
 @results_option
 @json_option
-def estimate(models, batches, lengths, accums, engines, recomputes, update, vocab, card, device, results, as_json) -> None:
+def estimate(models, batches, lengths, accums, vocab, card, device, results, as_json, **options) -> None:
     """Estimate peak memory without touching a card: the step's own allocations, replayed.
 
     One cell is told part by part, several as a table. With --card the table says what would fit under which limit.
     """
-    from probe.cell import asked_cells, planes
-    from probe.estimate import gpu_catalog
+    from probe.cell import planes, requested_cells
+    from probe.estimate.gpu_catalog import find_card
     from probe.estimate.peak import CardMemory
-    from probe.estimate.peak import estimate as estimated
-    from probe.show.text import ESTIMATE_HEAD, estimate_lines, estimate_rows, memory_of
+    from probe.estimate.peak import estimate as estimate_peak
+    from probe.show.card_table import card_table
+    from probe.show.measured import memory_of
+    from probe.show.text import ESTIMATE_HEAD, estimate_lines, estimate_rows
 
     out = Output(as_json)
-    cells = asked_cells(models, None, batches, lengths, accums, engines, recomputes, vocab, update)
+    cells = requested_cells(models, None, batches, lengths, accums, options, vocab)
     if card and device:
         raise click.UsageError("--card is for a card by its paper figures, --device for a measured one: give one of them")
-    paper = given(card, gpu_catalog.find)
-    memory, about = memory_of(results, device) if paper is None else (
-        CardMemory.of({"kind": "cuda", "capability": paper.capability}), paper.name)
-    found = {cell: estimated(cell, memory) for cell in cells}
-    if paper:
+    on_paper = parse_option(card, find_card)
+    memory, about = memory_of(results, device) if on_paper is None else (
+        CardMemory.of({"kind": "cuda", "capability": on_paper.capability}), on_paper.name)
+    peaks = {cell: estimate_peak(cell, memory) for cell in cells}
+    if on_paper:
         for plane in planes(cells):
-            for line in gpu_catalog.shopping_lines(paper, plane, out.console().width):
+            for line in card_table(on_paper, plane, out.console().width):
                 out.say(line)
     elif len(cells) == 1:
-        for line in estimate_lines(*next(iter(found.items())), about):
+        for line in estimate_lines(*next(iter(peaks.items())), about):
             out.say(line)
     else:
-        print_rows(out, ESTIMATE_HEAD, estimate_rows(found))
-    if not memory.measured and not paper:
+        out.table(ESTIMATE_HEAD, estimate_rows(peaks))
+    if not memory.measured and not on_paper:
         out.say(f"estimated for a card that was not measured: {about}; `probe card` measures what is here")
     out.result({"device": about, "measured": memory.measured, "cells": [
-        {"cell": dataclasses.asdict(c)} | dataclasses.asdict(e) for c, e in found.items()]})
+        {"cell": cell.to_json()} | dataclasses.asdict(peak) for cell, peak in peaks.items()]})
 
 
 @cli.command(context_settings=HELP)
-@click.option("--plan", "plan_path", required=True, type=click.Path(path_type=Path), metavar="FILE", help="The plan to run.")
+@click.option("--plan", "plan_path", required=True, type=PATH, metavar="FILE", help="The plan to run.")
 @click.option("--minutes", default=10.0, show_default=True, type=click.FloatRange(0.1, 1440), help="For how long at most.")
 @device_option
 @results_option
@@ -198,26 +200,26 @@ def soak(plan_path, minutes, device, results, as_json) -> None:
 
     Plans that are made afterwards count what was lost in their hours.
     """
-    from probe.grid.bench import soaked
-    from probe.grid.run import name_of, opened
+    from probe.grid.session import open_session
+    from probe.grid.soak_command import SoakRun
     from probe.soak import lines
-    from probe.store import alone
-    from spillcliff.console import LiveLine
+    from probe.store import only_probe_on
     from trainer.plan import Plan
 
     out = Output(as_json)
     plan = Plan.load(plan_path)
-    with opened(results, device) as (workers, facts, store, _), alone(facts), LiveLine(out.console(), every_s=30) as live:
-        found = soaked(workers, name_of(device, facts), facts, plan, minutes, store.soaks, live)
-    for line in lines(found):
+    with open_session(results, device) as session, only_probe_on(session.facts):
+        with LiveLine(out.console(), every_s=30) as live:
+            kept = SoakRun(session, plan, minutes, live).run()
+    for line in lines(kept):
         out.say(line)
-    out.say(f"kept in {store.soaks}")
-    out.result(found.to_json() | {"first_s": found.first_s, "settled_s": found.settled_s, "factor": found.factor,
-                                  "power_w": found.power_w, "energy_wh": found.energy_wh})
+    out.say(f"kept in {session.store.folder.soaks}")
+    out.result(kept.to_json() | {"first_s": kept.first_s, "settled_s": kept.settled_s, "factor": kept.factor,
+                                 "power_w": kept.power_w, "energy_wh": kept.energy_wh})
 
 
 @cli.command(context_settings=HELP)
-@click.option("--run", "run_path", type=click.Path(path_type=Path), metavar="DIR",
+@click.option("--run", "run_path", type=PATH, metavar="DIR",
               help="The folder of a run.  [default: the newest under results/runs that runs]")
 @click.option("--pid", type=click.IntRange(1), metavar="N", help="Instead: any training process, seen from outside alone.")
 @click.option("--watch", is_flag=True, help="Keep looking and showing, until it ends or Ctrl-C.")
@@ -233,81 +235,82 @@ def health(run_path, pid, watch, seconds, device, results, as_json) -> None:
     Looks from outside and changes nothing. Exits with 0 whatever it finds (--json has the verdicts), with 2 if there is
     nothing to look at.
     """
-    from probe.health.diagnose import judge, lines
-    from probe.health.watch import job, sit
-    from spillcliff.console import LiveLine
+    from probe.health.diagnose import diagnose, lines
+    from probe.health.watch import observer_of, watch_job
 
     if run_path is not None and pid is not None:
         raise click.UsageError("--run is for a run of ours, --pid for any process: give one of them")
     out, is_interrupted = Output(as_json), False
-    this, console = job(run_path, pid, device, results, seconds, watch), out.console()
+    observer, console = observer_of(run_path, pid, device, results, seconds, watch), out.console()
     try:
         with LiveLine(console) as live:
-            sit(this, seconds, watch, live, console.width, out.stream)
+            watch_job(observer, seconds, watch, live, console.width, out.stream)
     except KeyboardInterrupt:
         if not watch:
             raise
         is_interrupted = True
-    seen = this.observed()
-    findings = judge(seen)
+    observation = observer.observation()
+    findings = diagnose(observation)
     for line in lines(findings, console.width):
         out.say(line)
-    out.result({"findings": [dataclasses.asdict(f) for f in findings], "observed": dataclasses.asdict(seen)})
+    out.result({"findings": [dataclasses.asdict(f) for f in findings], "observed": dataclasses.asdict(observation)})
     if is_interrupted:
         raise KeyboardInterrupt
 
 
 @cli.command(context_settings=HELP)
-@of_what_is_measured
+@measured_options
 @click.option("--csv", "csv_path", is_flag=False, flag_value="-", metavar="[FILE]",
               help="Write the records as CSV instead, a row each; without FILE to stdout.")
 def show(model, device, limit, results, csv_path, as_json) -> None:
     """Show what has been measured: tok/s and peak over batch and length, and the cliff as a line."""
     from probe.records import frame
-    from probe.show import heatmap
-    from probe.show.text import Measured, cliff_line
+    from probe.show import text
+    from probe.show.heatmap import series_of
+    from probe.show.measured import Measured
     from spillcliff.units import parse_bytes
 
-    out = Output(as_json, is_taken=csv_path == "-")
-    m = Measured.read(results, device, model, given(limit, parse_bytes, "--limit"), out.say)
+    out = Output(as_json, stdout_is_taken=csv_path == "-")
+    m = Measured.read(results, device, model, parse_option(limit, parse_bytes, "--limit"), out.say)
     if csv_path:
-        write_table(out, csv_path, frame(m.records).to_csv(index=False, lineterminator="\n"))
-        out.result({"device": m.device, "csv": csv_path, "records": len(m.records)})
+        out.csv(csv_path, frame(m.records).to_csv(index=False, lineterminator="\n"))
+        out.result({"device": m.folder.name, "csv": csv_path, "records": len(m.records)})
         return
-    series = heatmap.series_of(m.records)
-    out.say(f"{m.device}: {len(m.records)} cells")
+    series = series_of(m.records)
+    out.say(f"{m.folder.name}: {len(m.records)} cells")
     if m.cliff:
-        out.say(cliff_line(m.cliff))
+        out.say(text.cliff_line(m.cliff))
     if len(series) > MAPS and model is None:
-        print_rows(out, heatmap.SUMMARY_HEAD, heatmap.summary(m.records))
+        out.table(text.SUMMARY_HEAD, text.summary(m.records))
         out.say("--model M shows the maps of one model")
     else:
+        cliff_bytes = m.cliff and m.cliff.device_bytes
         for of_series in series.values():
-            cliff_bytes = m.cliff and m.cliff.device_bytes
-            for line in ["", *heatmap.lines(of_series, m.limit_bytes, cliff_bytes, out.console().width)]:
+            for line in ["", *text.map_lines(of_series, m.limit_bytes, cliff_bytes, out.console().width)]:
                 out.say(line)
     if line := m.error_line():
         out.say(line)
-    out.result({"device": m.device, "limit_bytes": m.limit_bytes, "cliff": m.cliff and dataclasses.asdict(m.cliff),
-                "records": [r.to_json() | {"tok_s": r.tok_s} for r in m.records]})
+    out.result({"device": m.folder.name, "limit_bytes": m.limit_bytes, "cliff": m.cliff and dataclasses.asdict(m.cliff),
+                "records": [r.to_json() | {"tok_s": r.tok_s or None} for r in m.records]})
 
 
 @cli.command(context_settings=HELP)
-@of_what_is_measured
+@measured_options
 def plot(model, device, limit, results, as_json) -> None:
     """Draw what `probe show` shows, a PNG for each map, beside the records."""
-    from probe.show.text import Measured, draw
+    from probe.show.heatmap_png import draw_maps
+    from probe.show.measured import Measured
     from spillcliff.units import parse_bytes
 
     out = Output(as_json)
-    m = Measured.read(results, device, model, given(limit, parse_bytes, "--limit"), out.say)
-    pictures = draw(m.records, m.device, m.limit_bytes, m.cliff, results / m.device)
+    m = Measured.read(results, device, model, parse_option(limit, parse_bytes, "--limit"), out.say)
+    pictures = draw_maps(m.records, m.folder.name, m.limit_bytes, m.cliff, m.folder)
     out.say("\n".join(str(p) for p in pictures))
-    out.result({"device": m.device, "pictures": [str(p) for p in pictures]})
+    out.result({"device": m.folder.name, "pictures": [str(p) for p in pictures]})
 
 
 def main() -> None:
-    guarded(cli, "probe")
+    run_command(cli, "probe")
 
 
 if __name__ == "__main__":

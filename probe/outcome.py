@@ -21,8 +21,8 @@ class CellProgress:
 
 @dataclass(frozen=True)
 class Outcome(Generic[A, P]):
-    """How a task's process ended. `answer` is what it sent when it was done, `error` the (type, text) of the exception
-    that ended it, `killed` why we ended it, `certain` the evidence of a spill that was certain, `resident_bytes` what it held
+    """How a task's process ended. `answer` is what it sent when it was done, `error` the (type, text) of the exception that
+    ended it, `killed` why we ended it, `certain` the evidence of a spill that was certain, `resident_bytes` what it held
     when the machine ran out of memory, `exit_code` as the system gave it (negative: a signal), `printed` the end of what it
     printed, `progress` the last that it told, `seconds` how long it ran."""
 

@@ -54,8 +54,8 @@ UNDECIDED = frozenset({Status.TIMEOUT, Status.CRASHED, Status.CONTENDED})
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What was measured of a cell, to its end or as far as its process came. Times are raw seconds, sizes bytes, None where a
-    platform can't tell.
+    """What was measured of a cell, to its end or as far as its process came. Times are raw seconds, sizes bytes, None where
+    a platform can't tell.
 
     `micro_s` is one forward and backward pass, `optimizer_s` clip and update, `eval_s` one forward pass without gradients,
     `setup_s` what comes before the first steady step (weights, first kernels), `start_up_s` Python and its libraries.

@@ -12,7 +12,7 @@ from probe.records import Record
 from probe.soak import Soak
 from probe.store import RATES, device_file
 from spillcliff.errors import NoPlan, UserError
-from spillcliff.hardware.fingerprints import choose, single_device_name, multi_device_name, device_count
+from spillcliff.hardware.fingerprints import choose, device_count, multi_device_name, single_device_name
 from spillcliff.units import parse_count
 from trainer.huggingface.config_json import model_name
 

@@ -1,24 +1,18 @@
 """Cards that nobody plugged in: what their vendor says of them, which limits a grid on them would have, and what would fit.
 
-All figures are paper figures, none was measured here. Memory, bandwidth, CUDA cores and boost clocks of GeForce cards are
+All figures are paper figures, none was measured here. Memory, CUDA cores and boost clocks of GeForce cards are
 those that NVIDIA states on its product pages and in architecture white papers, partly read from reviews that repeat them,
 for the reference clock (a Founders Edition's may be 6% higher, a partner's more); fp32 is 2 x cores x boost clock, multiply
-and add per core and cycle without Tensor Cores. Data center cards have the "FP32" or "single precision" and the bandwidth
+and add per core and cycle without Tensor Cores. Data center cards have the "FP32" or "single precision" rate
 that NVIDIA's datasheets are quoted with. Compute capabilities are from developer.nvidia.com/cuda-gpus and cuda-legacy-gpus.
 A card's own product rate may be well off its paper rate (an H200's is 25% below). Laptop versions are other cards.
 """
 
 import difflib
 import re
-import textwrap
 from dataclasses import dataclass
 
-from probe.cell import Cell, shape
-from probe.estimate.peak import CardMemory, estimate
-from probe.show.heatmap import GAP, NEVER_RUN, Series
 from spillcliff.errors import UserError
-from spillcliff.hardware.device import engine_refusal
-from spillcliff.units import format_bytes
 from trainer.config import ModelConfig
 
 GIB = 1 << 30
@@ -39,9 +33,7 @@ RECOMPUTE_LEAVES = {"none": 1.0, "elementwise": 0.99, "block": 0.77}
 """Of the throughput, by `recompute`: 138M at 4 x 512 on an H200, from the same file."""
 
 HEADLESS, DESKTOP = "headless", "with a desktop"
-MARKS = {DESKTOP: "", HEADLESS: "+"}
-"""Of a cell in the table, by the first of these limits that it is under."""
-NOWHERE = "!"
+"""What a card does beside training."""
 
 VENDOR = {"nvidia", "geforce", "tesla"}
 SERIES = {"gtx", "rtx"}
@@ -52,70 +44,69 @@ SHOWN = 40
 
 
 @dataclass(frozen=True)
-class PaperCard:
-    """What its vendor says of a card: nominal memory in bytes (GiB x 2**30 of "6 GB"), bandwidth in bytes/s, fp32 without
-    Tensor Cores in FLOP/s at boost. `ecc` says that ECC is on as delivered and takes its room from that memory."""
+class CatalogCard:
+    """What its vendor says of a card: nominal memory in bytes (GiB x 2**30 of "6 GB"), fp32 without Tensor Cores in FLOP/s
+    at boost. `ecc` says that ECC is on as delivered and takes its room from that memory."""
 
     name: str
     memory_bytes: int
-    bandwidth_bytes_s: float
     fp32_flops_s: float
     capability: tuple[int, int]
     ecc: bool = False
 
 
-def _geforce(name: str, gib: int, gb_s: float, cores: int, boost_mhz: int, capability: tuple[int, int]) -> PaperCard:
-    return PaperCard(name, gib * GIB, gb_s * 1e9, 2.0 * cores * boost_mhz * 1e6, capability)
+def _geforce(name: str, gib: int, cores: int, boost_mhz: int, capability: tuple[int, int]) -> CatalogCard:
+    return CatalogCard(name, gib * GIB, 2.0 * cores * boost_mhz * 1e6, capability)
 
 
-def _data_center(name: str, gib: int, gb_s: float, tflops: float, capability: tuple[int, int], ecc=False) -> PaperCard:
-    return PaperCard(name, gib * GIB, gb_s * 1e9, tflops * 1e12, capability, ecc)
+def _data_center(name: str, gib: int, tflops: float, capability: tuple[int, int], ecc: bool = False) -> CatalogCard:
+    return CatalogCard(name, gib * GIB, tflops * 1e12, capability, ecc)
 
 
-CARDS: tuple[PaperCard, ...] = (
-    _geforce("GTX 1060 3GB", 3, 192, 1152, 1708, (6, 1)),
-    _geforce("GTX 1060 6GB", 6, 192, 1280, 1708, (6, 1)),
-    _geforce("GTX 1070", 8, 256, 1920, 1683, (6, 1)),
-    _geforce("GTX 1080", 8, 320, 2560, 1733, (6, 1)),
-    _geforce("GTX 1080 Ti", 11, 484, 3584, 1582, (6, 1)),
-    _geforce("GTX 1650", 4, 128, 896, 1665, (7, 5)),  # with GDDR5; a later GDDR6 one has 192 GB/s and 1590 MHz
-    _geforce("GTX 1660 Super", 6, 336, 1408, 1785, (7, 5)),
-    _geforce("GTX 1660 Ti", 6, 288, 1536, 1770, (7, 5)),
-    _geforce("RTX 2060 6GB", 6, 336, 1920, 1680, (7, 5)),
-    _geforce("RTX 2060 12GB", 12, 336, 2176, 1650, (7, 5)),
-    _geforce("RTX 2070", 8, 448, 2304, 1620, (7, 5)),
-    _geforce("RTX 2080", 8, 448, 2944, 1710, (7, 5)),
-    _geforce("RTX 2080 Ti", 11, 616, 4352, 1545, (7, 5)),
-    _geforce("RTX 3050 8GB", 8, 224, 2560, 1777, (8, 6)),
-    _geforce("RTX 3060 12GB", 12, 360, 3584, 1777, (8, 6)),
-    _geforce("RTX 3060 Ti", 8, 448, 4864, 1665, (8, 6)),
-    _geforce("RTX 3070", 8, 448, 5888, 1725, (8, 6)),
-    _geforce("RTX 3080 10GB", 10, 760, 8704, 1710, (8, 6)),
-    _geforce("RTX 3080 12GB", 12, 912, 8960, 1710, (8, 6)),
-    _geforce("RTX 3090", 24, 936, 10496, 1695, (8, 6)),
-    _geforce("RTX 4060", 8, 272, 3072, 2460, (8, 9)),
-    _geforce("RTX 4060 Ti 8GB", 8, 288, 4352, 2535, (8, 9)),
-    _geforce("RTX 4060 Ti 16GB", 16, 288, 4352, 2535, (8, 9)),
-    _geforce("RTX 4070", 12, 504, 5888, 2475, (8, 9)),
-    _geforce("RTX 4070 Ti Super", 16, 672, 8448, 2610, (8, 9)),
-    _geforce("RTX 4080", 16, 716.8, 9728, 2505, (8, 9)),
-    _geforce("RTX 4090", 24, 1008, 16384, 2520, (8, 9)),
-    _geforce("RTX 5060 Ti 16GB", 16, 448, 4608, 2572, (12, 0)),
-    _geforce("RTX 5070", 12, 672, 6144, 2512, (12, 0)),
-    _geforce("RTX 5080", 16, 960, 10752, 2617, (12, 0)),
-    _geforce("RTX 5090", 32, 1792, 21760, 2407, (12, 0)),
-    _data_center("P100 PCIe 16GB", 16, 732, 9.3, (6, 0)),
-    _data_center("V100 PCIe 16GB", 16, 900, 14.0, (7, 0)),
-    _data_center("V100 SXM 16GB", 16, 900, 15.7, (7, 0)),
-    _data_center("T4", 16, 320, 8.1, (7, 5), ecc=True),
-    _data_center("A10", 24, 600, 31.2, (8, 6), ecc=True),
-    _data_center("A100 40GB", 40, 1555, 19.5, (8, 0)),
-    _data_center("A100 80GB", 80, 2039, 19.5, (8, 0)),  # SXM; the PCIe card has 1935 GB/s
-    _data_center("L4", 24, 300, 30.3, (8, 9), ecc=True),
-    _data_center("L40S", 48, 864, 91.6, (8, 9), ecc=True),
-    _data_center("H100 PCIe", 80, 2000, 51.0, (9, 0)),
-    _data_center("H100 SXM", 80, 3350, 67.0, (9, 0)),
-    _data_center("H200", 141, 4800, 67.0, (9, 0)),
+CARDS: tuple[CatalogCard, ...] = (
+    _geforce("GTX 1060 3GB", 3, 1152, 1708, (6, 1)),
+    _geforce("GTX 1060 6GB", 6, 1280, 1708, (6, 1)),
+    _geforce("GTX 1070", 8, 1920, 1683, (6, 1)),
+    _geforce("GTX 1080", 8, 2560, 1733, (6, 1)),
+    _geforce("GTX 1080 Ti", 11, 3584, 1582, (6, 1)),
+    _geforce("GTX 1650", 4, 896, 1665, (7, 5)),  # with GDDR5; a later GDDR6 one has 192 GB/s and 1590 MHz
+    _geforce("GTX 1660 Super", 6, 1408, 1785, (7, 5)),
+    _geforce("GTX 1660 Ti", 6, 1536, 1770, (7, 5)),
+    _geforce("RTX 2060 6GB", 6, 1920, 1680, (7, 5)),
+    _geforce("RTX 2060 12GB", 12, 2176, 1650, (7, 5)),
+    _geforce("RTX 2070", 8, 2304, 1620, (7, 5)),
+    _geforce("RTX 2080", 8, 2944, 1710, (7, 5)),
+    _geforce("RTX 2080 Ti", 11, 4352, 1545, (7, 5)),
+    _geforce("RTX 3050 8GB", 8, 2560, 1777, (8, 6)),
+    _geforce("RTX 3060 12GB", 12, 3584, 1777, (8, 6)),
+    _geforce("RTX 3060 Ti", 8, 4864, 1665, (8, 6)),
+    _geforce("RTX 3070", 8, 5888, 1725, (8, 6)),
+    _geforce("RTX 3080 10GB", 10, 8704, 1710, (8, 6)),
+    _geforce("RTX 3080 12GB", 12, 8960, 1710, (8, 6)),
+    _geforce("RTX 3090", 24, 10496, 1695, (8, 6)),
+    _geforce("RTX 4060", 8, 3072, 2460, (8, 9)),
+    _geforce("RTX 4060 Ti 8GB", 8, 4352, 2535, (8, 9)),
+    _geforce("RTX 4060 Ti 16GB", 16, 4352, 2535, (8, 9)),
+    _geforce("RTX 4070", 12, 5888, 2475, (8, 9)),
+    _geforce("RTX 4070 Ti Super", 16, 8448, 2610, (8, 9)),
+    _geforce("RTX 4080", 16, 9728, 2505, (8, 9)),
+    _geforce("RTX 4090", 24, 16384, 2520, (8, 9)),
+    _geforce("RTX 5060 Ti 16GB", 16, 4608, 2572, (12, 0)),
+    _geforce("RTX 5070", 12, 6144, 2512, (12, 0)),
+    _geforce("RTX 5080", 16, 10752, 2617, (12, 0)),
+    _geforce("RTX 5090", 32, 21760, 2407, (12, 0)),
+    _data_center("P100 PCIe 16GB", 16, 9.3, (6, 0)),
+    _data_center("V100 PCIe 16GB", 16, 14.0, (7, 0)),
+    _data_center("V100 SXM 16GB", 16, 15.7, (7, 0)),
+    _data_center("T4", 16, 8.1, (7, 5), ecc=True),
+    _data_center("A10", 24, 31.2, (8, 6), ecc=True),
+    _data_center("A100 40GB", 40, 19.5, (8, 0)),
+    _data_center("A100 80GB", 80, 19.5, (8, 0)),  # SXM; the PCIe card has 1935 GB/s
+    _data_center("L4", 24, 30.3, (8, 9), ecc=True),
+    _data_center("L40S", 48, 91.6, (8, 9), ecc=True),
+    _data_center("H100 PCIe", 80, 51.0, (9, 0)),
+    _data_center("H100 SXM", 80, 67.0, (9, 0)),
+    _data_center("H200", 141, 67.0, (9, 0)),
 )
 
 
@@ -134,22 +125,22 @@ def _model(words: list[str]) -> str:
     return " ".join(w for w in words if w not in SERIES | FORMS and not re.fullmatch(r"\d+gb", w))
 
 
-def find(text: str) -> PaperCard:
+def find_card(text: str) -> CatalogCard:
     """The card that `text` names, as people or drivers write it: "3060", "gtx1060 6gb", "NVIDIA A100-SXM4-80GB". Its series,
     memory and form may be left out unless two cards differ by them. UserError, in one line, for no card or several."""
     asked = _words(text)
 
-    def is_meant(card: PaperCard) -> bool:
+    def is_meant(card: CatalogCard) -> bool:
         words = {*_words(card.name), f"{card.memory_bytes // GIB}gb"}
         extra = set(asked) - words
         return _model(asked) == _model(_words(card.name)) and (not extra or (extra <= FORMS and not words & FORMS))
 
-    found = [card for card in CARDS if is_meant(card)]
-    if len(found) == 1:
-        return found[0]
+    meant = [card for card in CARDS if is_meant(card)]
+    if len(meant) == 1:
+        return meant[0]
     shown = repr(text if len(text) <= SHOWN else text[:SHOWN - 3] + "...")
-    if found:
-        raise UserError(f"card {shown} may be {' or '.join(card.name for card in found)}; name one of them")
+    if meant:
+        raise UserError(f"card {shown} may be {' or '.join(card.name for card in meant)}; name one of them")
     by_model: dict[str, list[str]] = {}
     for card in CARDS:
         by_model.setdefault(_model(_words(card.name)), []).append(card.name)
@@ -158,7 +149,7 @@ def find(text: str) -> PaperCard:
     raise UserError(f"card {shown} is not among the {len(CARDS)} known on paper; the nearest are {', '.join(nearest)}")
 
 
-def limits(card: PaperCard) -> dict[str, int]:
+def limits(card: CatalogCard) -> dict[str, int]:
     """What a process may claim of the card, its context included, in bytes, most first: "headless" is the memory less what
     the driver keeps (DRIVER_LEAVES), "with a desktop" less what Windows does (DESKTOP_BYTES). Neither is the cliff, which
     only a measurement finds. Above 25.6 GiB the driver's share is taken as the larger, and both are the same."""
@@ -167,81 +158,8 @@ def limits(card: PaperCard) -> dict[str, int]:
     return {HEADLESS: headless, DESKTOP: min(headless, int(memory) - DESKTOP_BYTES)}
 
 
-def tok_s(card: PaperCard, model: ModelConfig, length: int, recompute: str = "none") -> float:
+def tok_s(card: CatalogCard, model: ModelConfig, length: int, recompute: str = "none") -> float:
     """Tokens per second on paper: UTILISATION of the paper rate over the model's FLOPs per token, less what `recompute`
     costs. For a step that fills the card, and no better than its sources: on an H200 steps of 138M reached 1.04 and 1.24
     times this, and a GTX 1060 6GB's owner 0.99 times with 150M at 4 x 512. Small models and steps reach far less."""
     return card.fp32_flops_s * UTILISATION * RECOMPUTE_LEAVES[recompute] / model.flops_per_token(length)
-
-
-def shopping_lines(card: PaperCard, cells: list[Cell], width: int = 80) -> list[str]:
-    """What would fit on a card that was not measured: a table of the cells' estimated peaks in GB (10**9 bytes, the whole
-    process), batches down, lengths across, each marked by the limit it is under; a legend; a paper throughput. ASCII, no
-    line wider than `width`, unless one column is. The cells differ in batch and length alone. UserError for none, for
-    somebody's own step, whose memory nothing estimates, and for an engine the card can't run.
-
-    The context, about 0.7 GB of each peak, is taken to be an H200's; on other cards it may be some 0.4 GB less or more."""
-    if not cells:
-        raise UserError("there is no cell to estimate; name at least one batch and one length")
-    model, step = shape(cells[0]), cells[0].step
-    if model is None:
-        raise UserError("a step of your own can't be estimated, only measured; name a size with --model, such as 150M")
-    if refused := engine_refusal(step.engine, "cuda", card.capability):
-        raise UserError(f"{card.name}: {refused}")
-    memory = CardMemory.of({"kind": "cuda", "capability": card.capability})
-    peaks = {(c.batch, c.length): estimate(c, memory).device_bytes for c in cells}
-    lengths = sorted({length for _, length in peaks})
-    slowest, fastest = (_two_digits(tok_s(card, model, n, step.recompute)) for n in (lengths[-1], lengths[0]))
-    rates, at = (fastest, f"length {lengths[0]}") if slowest == fastest else (
-        f"{fastest} to {slowest}", f"lengths {lengths[0]} to {lengths[-1]}")
-    said = ["estimated for a card that was not measured",
-            f"at {at} about {rates} tok/s (paper figure, not measured; `plan` needs a measured card)"]
-    return [*textwrap.wrap(f"{card.name}: {Series.of(cells[0]).title}", width), "", *_table(peaks, limits(card), width), "",
-            *[line for text in [*_legend(peaks, limits(card)), *said] for line in textwrap.wrap(text, width)]]
-
-
-def _two_digits(value: float) -> str:
-    return f"{float(f'{value:.2g}'):,.0f}"
-
-
-def _mark(peak: int, under: dict[str, int]) -> str:
-    return next((sign for name, sign in MARKS.items() if peak <= under[name]), NOWHERE)
-
-
-def _table(peaks: dict[tuple[int, int], int], under: dict[str, int], width: int) -> list[str]:
-    batches, lengths = (sorted(set(axis)) for axis in zip(*peaks, strict=True))
-    labels = ["batch", *map(str, batches)]
-    label = max(map(len, labels))
-    columns = []
-    for length in lengths:
-        texts = [f"{length} "]  # the mark's own column
-        for at in ((batch, length) for batch in batches):
-            texts.append(f"{peaks[at] / 1e9:.2f}{_mark(peaks[at], under):1}" if at in peaks else NEVER_RUN + " ")
-        wide = max(map(len, texts))
-        columns.append([GAP + text.rjust(wide) for text in texts])
-    blocks, used = [[]], label
-    for column in columns:
-        if blocks[-1] and used + len(column[0]) > width:
-            blocks.append([])
-            used = label
-        blocks[-1].append(column)
-        used += len(column[0])
-    drawn = []
-    for block in blocks:
-        drawn += [""] * bool(drawn)
-        rows = ["".join(texts) for texts in zip(*block, strict=True)]
-        heading = f"{'':{label}}{GAP}estimated peak, GB, at length"
-        drawn += [heading if len(heading) <= width else heading[:label] + GAP + "GB at length"]
-        drawn += [(name.rjust(label) + row).rstrip() for name, row in zip(labels, rows, strict=True)]
-    return drawn
-
-
-def _legend(peaks: dict[tuple[int, int], int], under: dict[str, int]) -> list[str]:
-    headless, desktop = under[HEADLESS], under[DESKTOP]
-    there = {_mark(peak, under) for peak in peaks.values()}
-    entries = [f"no mark: fits with a desktop, under {format_bytes(desktop)}"] if MARKS[DESKTOP] in there else []
-    if MARKS[HEADLESS] in there:
-        entries.append(f"{MARKS[HEADLESS]} fits only headless, under {format_bytes(headless)}")
-    if NOWHERE in there:
-        entries.append(f"{NOWHERE} does not fit under {format_bytes(headless)}")
-    return entries

@@ -17,8 +17,9 @@ KERNELS = {"none": 43, "elementwise": 46, "block": 56}
 STEPS = 4
 """Steps after which the allocator's state is taken as settled: on an H200 no reserved peak rose past the third."""
 COMPILE = 1.05
-"""What compile takes over graph, which records as it does: its fused operations are not scripted, so it may be off by 10%. On an H200 138M took 1.00, 1.09 and 1.10 of graph's allocated bytes at 1 x 512, 4 x 512 and 16 x 1024, and 0.99,
-1.07 and 1.11 of its reserved."""
+"""What compile takes over graph, which records as it does: its fused operations are not scripted, so it may be off by 10%.
+On an H200 138M took 1.00, 1.09 and 1.10 of graph's allocated bytes at 1 x 512, 4 x 512 and 16 x 1024, and 0.99, 1.07 and
+1.11 of its reserved."""
 CPU_HEAP, CPU_HEAP_BYTES = 16, 370_000_000
 """What a processor's heap keeps beside the tensors alive, in units of a layer's gate and up, and the most of it in bytes.
 Both are fitted, to 13 cells of 1M to 50M (torch 2.13, glibc 2.36, two cores), and end 6.4% off at most; what keeps it was

@@ -73,8 +73,8 @@ class Bench:
                                 certain=lambda progress, quiet_s: stuck_reason(cell, slow_s, progress, quiet_s))
 
     def run(self, cells: Sequence[Cell], every_cell: bool, again: bool, show: Show) -> list[Record]:
-        """Measures what is missing of `cells`, all of it or what the pick needs. Returns the latest record of every cell that
-        has one."""
+        """Measures what is missing of `cells`, all of it or what the pick needs. Returns the latest record of every cell
+        that has one."""
         kept = {} if again else {c: r for c, r in self.newest.items() if r.status not in UNDECIDED}
         kept = {c: kept[c] for c in cells if c in kept}
         for cell, record in kept.items():

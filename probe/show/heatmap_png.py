@@ -3,13 +3,15 @@
 import io
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+from probe.cliff import Cliff
 from probe.records import Record
-from probe.show.heatmap import CellMap, peak_text, tok_s_text
+from probe.show.heatmap import CellMap, Place, peak_text, series_file_name, series_of, series_title, tok_s_text
+from probe.store import DeviceFolder
 from spillcliff.files import write_atomic
-from spillcliff.units import format_bytes
 
 CELL_IN = 0.92, 0.4
 """Inches: "1,234,567" and "contended" at 9 points take 0.7."""
@@ -31,6 +33,16 @@ OVER = "#a00000"
 CLIFF = "#d62728"
 PLAIN = "0.93"
 FAILED = {"facecolor": PLAIN, "edgecolor": "0.8", "hatch": "////"}
+
+
+def draw_maps(records: list[Record], name: str, limit_bytes: int | None, cliff: Cliff | None,
+              folder: DeviceFolder) -> list[Path]:
+    """A picture of each series' maps; UserError if one can't be written."""
+    pictures = []
+    for series, of_series in series_of(records).items():
+        pictures.append(folder.picture(series_file_name(series)))
+        heat_map(of_series, f"{name}: {series_title(series)}", limit_bytes, pictures[-1], cliff and cliff.device_bytes)
+    return pictures
 
 
 def heat_map(records: list[Record], title: str, limit_bytes: int | None, path: Path, cliff_bytes: int | None = None) -> None:
@@ -64,7 +76,7 @@ def _draw(cells: CellMap, title: str) -> bytes:
     return buffer.getvalue()
 
 
-def _map(axis, cells: CellMap, name: str, colours: str, figures: dict[tuple[int, int], float | None],
+def _map(axis: Any, cells: CellMap, name: str, colours: str, figures: Mapping[Place, float | None],
          text: Callable[[Record], str]) -> None:
     import numpy as np
     from matplotlib import colormaps
@@ -73,7 +85,7 @@ def _map(axis, cells: CellMap, name: str, colours: str, figures: dict[tuple[int,
     from matplotlib.patches import Rectangle
 
     rows, columns = len(cells.batches), len(cells.lengths)
-    known = {at: value for at, value in figures.items() if value is not None and cells.records[at].status == "fits"}
+    known = {at: value for at, value in figures.items() if value is not None and cells.records[at].fits}
     low, span = min(known.values(), default=0), max(known.values(), default=0) - min(known.values(), default=0)
     image = np.ones((rows, columns, 3))
     for at in cells.records:
@@ -83,10 +95,10 @@ def _map(axis, cells: CellMap, name: str, colours: str, figures: dict[tuple[int,
     axis.imshow(image, aspect="auto", interpolation="nearest")
     never_run = [(r, c) for r in range(rows) for c in range(columns) if (r, c) not in cells.records]
     axis.plot([c for _, c in never_run], [r for r, _ in never_run], "o", color="0.75", markersize=2.5)
-    failed = [at for at, record in cells.records.items() if record.status != "fits"]
+    failed = [at for at, record in cells.records.items() if not record.fits]
     axis.add_collection(PatchCollection([Rectangle((c - 0.5, r - 0.5), 1, 1) for r, c in failed], linewidth=0, **FAILED))
     for at, record in cells.records.items():
-        fits, over = record.status == "fits", at in cells.over
+        fits, over = record.fits, at in cells.over
         axis.text(*at[::-1], cells.text(at, text) + "!" * over, ha="center", va="center", fontsize=9,
                   color=OVER if over else "black" if fits else "0.25",
                   weight="bold" if over or at == cells.pick else "normal",
@@ -110,7 +122,7 @@ def _map(axis, cells: CellMap, name: str, colours: str, figures: dict[tuple[int,
     axis.add_collection(LineCollection(edges, colors=CLIFF, linewidths=3.5, capstyle="projecting", zorder=5))
 
 
-def _legend(figure, cells: CellMap) -> None:
+def _legend(figure: Any, cells: CellMap) -> None:
     """What the signs of this map mean, those that are in it."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -122,8 +134,8 @@ def _legend(figure, cells: CellMap) -> None:
         signs.append(Line2D([], [], color=CLIFF, linewidth=3.5, label="the cliff"))
     if cells.over:
         signs.append(Line2D([], [], linestyle="none", marker="$1.2!$", markersize=16, color=OVER,
-                            label=f"over the {format_bytes(cells.bound[0])} {cells.bound[1]}"))
-    if any(r.status != "fits" for r in cells.records.values()):
+                            label=cells.over_words))
+    if any(not r.fits for r in cells.records.values()):
         signs.append(Patch(linewidth=0, label="failed", **FAILED))
     if len(cells.records) < len(cells.batches) * len(cells.lengths):
         signs.append(Line2D([], [], linestyle="none", marker="o", markersize=2.5, color="0.75", label="never run"))

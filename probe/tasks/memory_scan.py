@@ -1,5 +1,5 @@
-"""Takes a card's memory block by block, times a pass over every block, and sees where that collapses or the allocation fails.
-Needs no model. `scan` is pure; `scan_card` runs it on a card, in a fresh process."""
+"""Takes a card's memory block by block, times a pass over every block, and sees where that collapses or the allocation
+fails. Needs no model. `scan` is pure; `scan_card` runs it on a card, in a fresh process."""
 
 import time
 from collections.abc import Callable

@@ -20,7 +20,8 @@ P = TypeVar("P")
 
 
 class Task(Generic[A, P]):
-    """Something to be done in a fresh process, where it is sent to: its fields must be picklable. Its answer is never None."""
+    """Something to be done in a fresh process, where it is sent to: its fields must be picklable. Its answer is never
+    None."""
 
     @abstractmethod
     def run(self, send: Callable[[P], None]) -> A:

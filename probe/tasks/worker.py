@@ -109,10 +109,10 @@ class Workers:
     def run(self, task: Task[A, P], seconds: float, on_host: bool = False,
             certain: Callable[[P, float], str | None] = lambda progress, quiet_s: None,
             tell: Callable[[P], None] = lambda progress: None) -> Outcome[A, P]:
-        """Does `task` elsewhere. Ends it `seconds` after it was begun, or when `certain` says why it need not go on, given its
-        last progress and the seconds since; `tell` is given each progress. With `on_host`, where this machine's own memory is
-        what is measured, the process is started anew (a fork does not count the library pages that its server read: 55 MB
-        less than a run takes) and ended when the machine runs out of memory."""
+        """Does `task` elsewhere. Ends it `seconds` after it was begun, or when `certain` says why it need not go on, given
+        its last progress and the seconds since; `tell` is given each progress. With `on_host`, where this machine's own
+        memory is what is measured, the process is started anew (a fork does not count the library pages that its server
+        read: 55 MB less than a run takes) and ended when the machine runs out of memory."""
         if on_host:
             worker = _Worker(self._anew, ready=False)
         elif self._fork:
