@@ -74,7 +74,7 @@ def main() -> None:
             if actual is not None:
                 inside.append(span.low <= actual <= span.high)
         ratios = [receipt["ratio"][what] for what in ("tok_s", "peak_bytes", "hours")]
-        print(f"{str(path.parent):44} " + " ".join(f"{(x or math.nan) - 1:+6.1%}" for x in ratios)
+        print(f"{path.parent!s:44} " + " ".join(f"{(x or math.nan) - 1:+6.1%}" for x in ratios)
               + f"  {sum(inside)} of {len(inside)}")
         within, total = within + sum(inside), total + len(inside)
     print(f"\nall bands: {within} of {total}, {within / max(total, 1):.1%} (stated: 90%)")

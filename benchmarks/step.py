@@ -113,10 +113,10 @@ def fed(engine: str, recompute: str, batch: int, length: int, model: str, steps:
 def hugging_face(config, engine, tokens, where):
     """(step, loss of the first batch) of LlamaForCausalLM with our weights, SDPA, fused AdamW and the same clip."""
     import torch
+    from trainer.huggingface.llama import to_theirs
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from spillcliff.hardware.device import lock_fp32
-    from trainer.huggingface.llama import to_theirs
     from trainer.model.decoder import Decoder
 
     lock_fp32()

@@ -1,31 +1,20 @@
 """Shared by the tests: real commands in real processes, a token file, records as a grid would write them."""
 
-import dataclasses
 import importlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import hypothesis
 import numpy as np
 import pytest
+from helpers.made import MODULES, ROOT
 
-from probe.cell import Cell
-from probe.cliff import Cliff
-from probe.records import Record
-from spillcliff.hardware import nvml
 from spillcliff.console import STOP_SIGNALS
-from trainer.config import ModelConfig, OptimizerConfig, StepConfig
+from spillcliff.hardware import nvml
 from trainer.data.tokens import dtype_for, write_sidecar
-from trainer.plan import Plan, Predicted, Span
-
-ROOT = Path(__file__).parents[1]
-SAMPLES = Path(__file__).parent / "samples"
-MODULES = {"probe": "probe.cli", "plan": "planner.cli", "train": "trainer.cli"}
 
 
 def pytest_addoption(parser):
@@ -120,38 +109,3 @@ def token_file(tmp_path):
         write_sidecar(path, len(ids), vocab, None)
         return path
     return write
-
-
-def make_record(batch=4, length=512, tok_s=1000.0, peak=4e9, status="fits", accum=1, **other) -> Record:
-    """A record of 150M as a grid would write it, with the given throughput and peak."""
-    cell = Cell("150M", batch, length, accum, other.pop("engine", "eager"), other.pop("recompute", "none"))
-    step_s = batch * length * accum / tok_s
-    values = dict(schema=1, at="2026-01-01T00:00:00+00:00", cell=cell, model=ModelConfig.named("150M"), status=status,
-                  device="nvidia-geforce-gtx-1060", step_s=(step_s,) * 5, device_peak_bytes=int(peak),
-                  micro_s=step_s * 0.9 / accum, optimizer_s=step_s * 0.1)
-    return Record(**(values | other))
-
-
-def make_cliff(kind, fast, bad, context=0.3e9, free=5.6e9) -> Cliff:
-    """What the ballast probe would have found on a GTX 1060."""
-    return Cliff(schema=1, at="2026-01-01T00:00:00+00:00", device="nvidia-geforce-gtx-1060", kind=kind, fast_bytes=int(fast),
-                 bad_bytes=int(bad), context_bytes=int(context), free_at_start_bytes=int(free), fast_bytes_s=170e9,
-                 slow_bytes_s=10e9, seconds=4.0)
-
-
-def make_plan(device: str, model=ModelConfig.named("1M", 500), step=StepConfig(2, 32)) -> Plan:  # noqa: B008
-    """A plan of `device` as `plan` would write it; its forecasts mean nothing."""
-    span = Span(1.0, 2.0, 3.0)
-    return Plan(1, "2026-01-01T00:00:00+00:00", device, model, step, 1000, 1, 32, OptimizerConfig(1e-3), 10, 10, 10**9,
-                Predicted(span, span, span), [], [], [], "", {})
-
-
-def write_records(path: Path, records) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(r.to_json()) + "\n" for r in records))
-    return path
-
-
-def tiny(**changes) -> ModelConfig:
-    """A model of two layers that steps in milliseconds, with grouped attention."""
-    return dataclasses.replace(ModelConfig("tiny", 2, 32, 4, 2, 64, vocab=300), **changes)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import MODULES, ROOT
+from helpers.made import MODULES, ROOT
 
 LAYERS = {"spillcliff": set(), "trainer": {"spillcliff"}, "probe": {"spillcliff", "trainer"},
           "planner": {"spillcliff", "trainer", "probe"}}

@@ -2,7 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 from planner.decide import defaults, together
 from planner.decide.alternatives import nearest
@@ -64,7 +64,7 @@ def build(records: list[Record], question: Question, known: Known) -> Forecast:
     """The plan for a question, from the records of one model on one device; NoPlan says why there is none, and what would
     fit by estimate."""
     records = list(latest(records).values())
-    limit = question.limit_bytes and (question.limit_bytes, "as asked") or default_limit(records, known.cliff)
+    limit = (question.limit_bytes and (question.limit_bytes, "as asked")) or default_limit(records, known.cliff)
     if limit is None:
         raise NoPlan("no record says how much memory was free, so no limit is known; give one, such as --limit 5GB")
     limit_bytes, limit_from = limit
@@ -95,7 +95,7 @@ def build(records: list[Record], question: Question, known: Known) -> Forecast:
     if missing := extra.missing():
         why.append(f"the hours leave out {', '.join(missing)}: not measured")
     plan = Plan(
-        schema=SCHEMA, at=datetime.now(timezone.utc).isoformat(timespec="seconds"), device=pick.record.device, model=model,
+        schema=SCHEMA, at=datetime.now(UTC).isoformat(timespec="seconds"), device=pick.record.device, model=model,
         step=pick.step, corpus_tokens=corpus, epochs=question.epochs, steps=steps, optimizer=optimizer, eval=every,
         checkpoint=every, limit_bytes=limit_bytes,
         predicted=Predicted(tok_s=Span(tokens / step_s.high, tokens / step_s.mid, tokens / step_s.low),

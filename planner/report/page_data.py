@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 import numpy as np
 
@@ -47,7 +47,7 @@ def page_data(plan: Plan | None, records: Sequence[Record], known: Known, notes:
     records = list(latest(records).values())
     default, source = default_limit(records, known.cliff) or (None, "not known")
     data = {
-        "title": f"{records[0].device}: no plan", "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "title": f"{records[0].device}: no plan", "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": records[0].device, "notes": notes, "plan": None, "failure": "", "limit_bytes": default,
         "limit_from": source, "cliff_bytes": known.cliff and known.cliff.device_bytes,
         "series": _series(records, default, None), "curve": [], "corpora": [], "sizes": [], "receipts": [],

@@ -37,7 +37,7 @@ def segment_bytes(size: int) -> int:
 class Block:
     """A stretch of one segment; `before` and `after` are its neighbours there. Sizes and addresses in bytes."""
 
-    __slots__ = ("address", "size", "free", "before", "after", "pool")
+    __slots__ = ("address", "after", "before", "free", "pool", "size")
 
     def __init__(self, address: int, size: int, pool: list, before: "Block | None" = None,
                  after: "Block | None" = None) -> None:

@@ -120,7 +120,7 @@ class _View:
         if cell.length == pick.length:
             axis = sorted({c.batch for c in self.cells if c.length == pick.length})
             largest = max(c.batch for c in self.cells if c.length == pick.length and c not in self.hopeless)
-            return abs(axis.index(cell.batch) - axis.index(pick.batch)) == 1 or is_near and cell.batch == largest
+            return abs(axis.index(cell.batch) - axis.index(pick.batch)) == 1 or (is_near and cell.batch == largest)
         if cell.batch != pick.batch or not is_near:
             return False
         axis = sorted({c.length for c in self.cells if c.batch == pick.batch})
@@ -164,7 +164,7 @@ def _memory(every: Sequence[Cell], known: Mapping[Cell, Record], failed: list[Re
     slope_known = peak is not None and sum(r.fits and r.peak_bytes is not None for r in known.values()) >= 2
     for r in known.values():
         is_over = limit_bytes and (r.peak_bytes or 0) > limit_bytes
-        if r.status is Status.TIMEOUT or not slope_known and (r in failed or is_over):
+        if r.status is Status.TIMEOUT or (not slope_known and (r in failed or is_over)):
             words = f"took {format_bytes(r.peak_bytes)}" if r.fits else f"ended in {r.status}"
             reasons |= {c: f"the smaller {_name(r.cell)} {words}" for c in todo if r.cell.within(c)}
     chance = np.ones(len(every))

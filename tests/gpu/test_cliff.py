@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from small_card import SmallCard
+from helpers.small_card import SmallCard
 
 from probe.cell import grid as cells_of
 from probe.grid.bench import Bench, find_cliff, look

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import tiny
+from helpers.made import tiny
 
 from trainer.config import OptimizerConfig, StepConfig
 from trainer.data.tokens import Tokens, feed

@@ -3,8 +3,8 @@
 import dataclasses
 
 import pytest
-from jobs import SLEEPS, end, health, log_lines, start, verdicts, wait_for
-from runs import make_home, receipt
+from helpers.jobs import SLEEPS, end, health, log_lines, start, verdicts, wait_for
+from helpers.runs import make_home, receipt
 
 from trainer.config import ModelConfig, StepConfig
 from trainer.plan import Plan, Span

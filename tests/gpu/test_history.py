@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from helpers.made import ROOT
 
 from probe.cell import Cell, shape
 from probe.estimate import step_script

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import tiny
+from helpers.made import tiny
 
 from trainer.config import OptimizerConfig, StepConfig
 from trainer.run.step import TrainStep

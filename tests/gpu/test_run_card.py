@@ -1,7 +1,7 @@
 """On a card: a killed run goes on bit for bit, memory that runs out or spills in mid-run is met, and the ledger is told."""
 
 import pytest
-from runs import STEPS, kill_and_go_on, log, make_home, receipt, train_with
+from helpers.runs import STEPS, kill_and_go_on, log, make_home, receipt, train_with
 
 from trainer.config import ModelConfig, StepConfig
 from trainer.plan import Span

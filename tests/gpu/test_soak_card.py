@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import make_plan
+from helpers.made import make_plan
 
 from probe.soak import load
 from spillcliff.hardware.device import facts

@@ -1,0 +1,144 @@
+"""The pick was run and fits, is the fastest worth its memory, and everything against it is said."""
+
+import pytest
+from helpers.made import make_cliff, make_record
+
+from planner.decide.choose import choose
+from spillcliff.errors import NoPlan
+
+LIMIT = 5_000_000_000
+
+
+def pick(records, wanted=2048, asked=False, length=None, limit=LIMIT):
+    return choose(records, limit, wanted, asked, length)
+
+
+def test_over_the_limit_is_rejected_with_the_number():
+    choice = pick([make_record(4, tok_s=1000), make_record(8, tok_s=2000, peak=5.67e9)])
+    assert choice.pick.step.batch == 4
+    assert choice.rejected[0]["cell"]["batch"] == 8 and choice.rejected[0]["why"] == ["5.67 GB is over the 5.0 GB limit"]
+
+
+def test_a_spill_is_rejected_even_where_the_record_says_that_it_fits():
+    choice = pick([make_record(4, tok_s=2269), make_record(6, tok_s=1067, peak=4.9e9)])
+    assert choice.pick.step.batch == 4 and "spilled" in choice.rejected[0]["why"][0]
+
+
+def test_a_slow_cell_in_memory_that_was_found_fast_has_not_spilled():
+    """An H200's host once made a small cell twice as slow; it has 147 GB."""
+    records = [make_record(4, tok_s=2269), make_record(6, tok_s=1067, peak=4.9e9)]
+    assert choose(records, LIMIT, 2048, False, None, make_cliff("failure", 4.9e9, 5.0e9)).rejected == []
+    assert choose(records, LIMIT, 2048, False, None, make_cliff("collapse", 4.9e9, 5.0e9)).rejected != []
+
+
+def test_cells_within_the_noise_of_the_pick_are_named():
+    def noisy(batch, tok_s, peak):
+        times = [batch * 512 / tok_s * x for x in (0.96, 0.98, 0.99, 1.0, 1.01, 1.02, 1.04)]
+        return make_record(batch, 512, peak=peak, step_s=tuple(times))
+    why = pick([noisy(4, 1000, 3e9), noisy(6, 1005, 4e9), noisy(8, 700, 4.5e9)]).why
+    assert any(line.startswith("B=6 L=512: no slower and no faster") for line in why)
+    exact = [make_record(b, 512, tok_s, p, step_s=(b * 512 / tok_s,) * 9)
+             for b, tok_s, p in ((4, 1000, 3e9), (6, 1005, 4e9))]
+    assert not any("noise" in line for line in pick(exact).why)
+
+
+def test_a_measured_accumulation_is_not_made_up_from_another():
+    records = [make_record(4, 512, accum=2, tok_s=1000), make_record(4, 512, accum=8, tok_s=1100)]
+    assert pick(records, wanted=2 * 2048).pick.record.cell.accum == 2
+    assert pick(records, wanted=6 * 2048).pick.record.cell.accum == 8
+
+
+def test_ties_are_broken_the_same_way_whatever_the_order():
+    records = [make_record(b, n, tok_s=1000, peak=3e9) for b, n in ((4, 512), (2, 512), (8, 512))]
+    assert {pick(order).pick.step.batch for order in (records, records[::-1], records[1:] + records[:1])} == {2}
+
+
+def test_a_larger_cell_that_fits_where_a_smaller_one_failed_is_reported():
+    records = [make_record(4, tok_s=1000), make_record(6, tok_s=300, status="spills", why="moved"),
+               make_record(8, tok_s=1100, peak=4.5e9)]
+    choice = pick(records)
+    assert choice.pick.step.batch == 8
+    assert any("B=6 L=512 spills where the larger B=8 L=512 fits" in line for line in choice.why)
+    assert not any("larger" in line for line in pick(records[:2]).why)
+
+
+def test_runners_up_say_what_they_cost_and_save():
+    choice = pick([make_record(8, tok_s=1000, peak=4.5e9), make_record(1, tok_s=500, peak=2e9)])
+    (other,) = choice.runners_up
+    assert other["hours_ratio"] == pytest.approx(2) and other["saves_bytes"] == 2_500_000_000
+
+
+def test_every_engine_and_recompute_option_is_compared():
+    records = [make_record(4, tok_s=1000), make_record(4, tok_s=1300, engine="graph", peak=4.2e9),
+               make_record(16, tok_s=1200, recompute="block", peak=3e9)]
+    choice = pick(records)
+    assert choice.pick.step.engine == "graph" and len(choice.runners_up) == 2
+
+
+@pytest.mark.parametrize("status", ["thrashes", "spills", "oom", "timeout", "crashed", "contended"])
+def test_only_what_fits_is_picked(status):
+    choice = pick([make_record(1, tok_s=10), make_record(4, tok_s=1e6, status=status, why="because")])
+    assert choice.pick.step.batch == 1
+    assert choice.rejected == [{"cell": choice.rejected[0]["cell"], "why": [f"{status}: because"]}]
+
+
+def test_near_the_fastest_the_leanest_is_taken():
+    records = [make_record(4, tok_s=990, peak=3e9), make_record(8, tok_s=1000, peak=4e9),
+               make_record(2, tok_s=900, peak=2e9)]
+    assert pick(records).pick.step.batch == 4
+    assert pick([*records[1:], make_record(4, tok_s=970, peak=3e9)]).pick.step.batch == 8
+
+
+def test_the_longest_length_near_the_fastest_is_taken_unless_one_is_asked_for():
+    records = [make_record(8, 256, tok_s=1000), make_record(4, 512, tok_s=960), make_record(2, 1024, tok_s=900)]
+    assert pick(records).pick.step.length == 512
+    assert pick(records, length=1024).pick.step.length == 1024
+    with pytest.raises(NoPlan, match="256, 512, 1024"):
+        pick(records, length=2048)
+
+
+def test_accumulation_only_where_it_was_measured():
+    plain = make_record(4, 512)
+    choice = pick([plain], wanted=20_480)
+    assert choice.pick.step.accum == 1 and any("--accum 2" in line for line in choice.why)
+    with_two = make_record(4, 512, accum=2, tok_s=1000, peak=4.5e9)
+    choice = pick([plain, with_two], wanted=20_480)
+    assert choice.pick.step.accum == 10 and choice.pick.record is with_two
+    assert choice.pick.step_s == pytest.approx(10 * with_two.micro_s + with_two.optimizer_s)
+
+
+def test_a_grid_of_accumulation_alone_is_planned_as_it_was_measured():
+    choice = pick([make_record(4, 512, accum=2)], wanted=100)
+    assert choice.pick.step.accum == 2
+
+
+def test_heat_and_processors_are_not_called_spills():
+    fast = make_record(4, tok_s=2269)
+    for slow in (make_record(6, tok_s=1067, readings={"throttle": 0x40}), make_record(6, tok_s=1067, device="cpu-x")):
+        assert not pick([fast, slow]).rejected
+
+
+def test_accumulation_that_does_not_fit_is_not_planned():
+    choice = pick([make_record(4, 512), make_record(4, 512, accum=2, peak=6e9)], wanted=20_480)
+    assert choice.pick.step.accum == 1
+
+
+def test_tokens_per_step_that_were_asked_for_are_kept_or_refused():
+    records = [make_record(4, 512), make_record(8, 512)]
+    assert pick(records, wanted=2048, asked=True).pick.step.batch == 4
+    with pytest.raises(NoPlan, match="--accum 2"):
+        pick(records, wanted=65_536, asked=True)
+
+
+def test_nothing_fits_says_the_smallest_and_what_to_try():
+    with pytest.raises(NoPlan, match=r"B=1 L=512: 6.0 GB is over the 5.0 GB limit.*--recompute block"):
+        pick([make_record(1, peak=6e9), make_record(2, peak=7e9)])
+
+
+def test_the_newest_record_counts():
+    assert pick([make_record(4, tok_s=5000), make_record(8, tok_s=2000), make_record(4, tok_s=1000)]).pick.step.batch == 8
+
+
+def test_runners_up_say_what_they_would_cost():
+    choice = pick([make_record(4, tok_s=1000, peak=4e9), make_record(2, tok_s=800, peak=3e9)])
+    assert choice.runners_up[0]["hours_ratio"] == pytest.approx(1.25) and choice.runners_up[0]["peak_bytes"] == 3e9

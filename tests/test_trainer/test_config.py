@@ -1,0 +1,86 @@
+"""A model's numbers by arithmetic are those of the built model, and shapes that can't be are refused with what could."""
+
+import pytest
+import torch
+from helpers.made import tiny
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from spillcliff.errors import UserError
+from spillcliff.units import parse_count
+from trainer.config import SIZES, ModelConfig, OptimizerConfig, StepConfig
+from trainer.model.decoder import Decoder
+from trainer.model.loss import head_loss
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", [*SIZES, "0.7M", "80M", "138M", "1.3B", "7B"])
+def test_a_named_size_has_the_parameters_it_is_called_by(name):
+    config = ModelConfig.named(name)
+    assert abs(config.parameters / parse_count(name) - 1) < 0.03
+
+
+@pytest.mark.parametrize("config", [
+    tiny(), ModelConfig.named("1M"), ModelConfig.named("5M", vocab=700), ModelConfig.named("10M")])
+def test_parameters_by_arithmetic_equal_the_built_model(config):
+    model = Decoder(config, 16, CPU)
+    assert sum(p.numel() for p in model.parameters()) == config.parameters
+    assert config.body_parameters == config.parameters - model.embedding.numel()
+
+
+def test_the_known_150m_shapes():
+    """138M is the shape that the field's figures on an H200 are of; 150M has two layers more."""
+    shape = ModelConfig.named("138M")
+    assert (shape.layers, shape.d_model, shape.heads, shape.kv_heads, shape.d_ff) == (18, 768, 12, 4, 2048)
+    assert shape.parameters == 137_850_624
+    assert ModelConfig.named("150M").layers == 20
+
+
+def test_a_name_is_true_at_32000_and_another_vocabulary_keeps_the_shape():
+    a, b = ModelConfig.named("50M"), ModelConfig.named("50M", vocab=1000)
+    assert (a.layers, a.d_model) == (b.layers, b.d_model)
+    assert a.body_parameters == b.body_parameters
+
+
+@pytest.mark.parametrize("length", [8, 64])
+def test_flops_by_arithmetic_equal_those_counted_on_the_built_model(length):
+    """torch counts attention without its mask; all else must agree exactly, and attention must be half of its count."""
+    config = tiny()
+    model = Decoder(config, length, CPU)
+    tokens = torch.randint(config.vocab, (3, length + 1))
+    # torch does not count the in-place product by itself, nor the processor's attention kernel
+    in_place = {torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1]}
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        hidden = model(model.embed(tokens[:, :-1]).requires_grad_(), plain=True)
+        rows = hidden.detach().flatten(0, 1)
+        head_loss(rows, model.norm, model.embedding, tokens[:, 1:].flatten(), 1e-5, 1.0, torch.empty_like(model.norm),
+                  torch.empty_like(model.embedding))
+        hidden.backward(rows.view_as(hidden))
+    attention = 6 * config.layers * length * config.d_model
+    assert counter.get_total_flops() / (3 * length) - 2 * attention == config.flops_per_token(length) - attention
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    (dict(heads=3), "1, 2, 4"), (dict(d_model=12, heads=4), "odd"), (dict(kv_heads=3), "1, 2 or 4"),
+    (dict(layers=0), "layers"), (dict(vocab=True), "vocab"), (dict(norm_eps=-1), "norm_eps")])
+def test_shapes_that_cannot_be_are_refused_with_what_could(changes, words):
+    with pytest.raises(UserError, match=words):
+        tiny(**changes)
+
+
+@pytest.mark.parametrize("name", ["huge", "0", "100", "9000B", "", "150X"])
+def test_sizes_that_are_not_are_refused(name):
+    with pytest.raises(UserError, match="model"):
+        ModelConfig.named(name)
+
+
+def test_step_and_optimizer_are_checked():
+    assert StepConfig(4, 512, 3).tokens == 6144
+    for bad in (dict(batch=0), dict(length=-1), dict(accum=1.5), dict(engine="warp"), dict(recompute="all")):
+        with pytest.raises(UserError, match=next(iter(bad))):
+            StepConfig(**(dict(batch=1, length=8) | bad))
+    for bad in (dict(lr=0), dict(lr="fast"), dict(betas=[0.9]), dict(clip=-1), dict(schedule="magic"),
+                dict(warmup_steps=-1)):
+        with pytest.raises(UserError, match=next(iter(bad))):
+            OptimizerConfig(**(dict(lr=1e-3) | bad))

@@ -1,0 +1,67 @@
+"""A plan is checked field by field before anything runs by it."""
+
+import json
+
+import pytest
+
+from spillcliff.errors import UserError
+from trainer.config import ModelConfig, OptimizerConfig, StepConfig
+from trainer.plan import SCHEMA, Plan, Predicted, Span, is_due, times_due, validation_tokens
+
+SPAN = Span(1.0, 2.0, 3.0)
+PLAN = Plan(SCHEMA, "2026-01-01T00:00:00+00:00", "cpu-x", ModelConfig.named("1M", 500), StepConfig(2, 16), 1000, 1, 32,
+            OptimizerConfig(1e-3), 10, 10, 10**9, Predicted(SPAN, SPAN, SPAN), ["why"], [], [], "", {})
+
+
+def test_a_plan_comes_back_as_it_was_written(tmp_path):
+    PLAN.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == PLAN
+    assert json.loads((tmp_path / "plan.json").read_text())["model"]["parameters"] == PLAN.model.parameters
+
+
+@pytest.mark.parametrize(("name", "value", "words"), [
+    ("schema", 2, "newer"), ("schema", "1", "schema"), ("steps", 0, "steps"), ("steps", 1.5, "steps"),
+    ("model", None, "model"),
+    ("step", {"batch": 1}, "length"), ("optimizer", {"lr": "fast"}, "lr"), ("predicted", {"tok_s": 3}, "tok_s"),
+    ("predicted", {}, "tok_s, peak_bytes, hours"), ("epochs", 0, "epochs"), ("epochs", float("nan"), "epochs"),
+    ("why", "because", "why"), ("device", None, "device"), ("eval", -1, "eval"), ("limit_bytes", True, "limit_bytes")])
+def test_a_bad_field_is_named(tmp_path, name, value, words):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(PLAN.to_json() | {name: value}))
+    with pytest.raises(UserError, match=rf"plan\.json.*{words}"):
+        Plan.load(path)
+
+
+def test_a_missing_field_is_named(tmp_path):
+    for name in PLAN.to_json().keys() - {"software", "pairs"}:  # which older plans have not
+        values = PLAN.to_json()
+        del values[name]
+        (tmp_path / "plan.json").write_text(json.dumps(values))
+        with pytest.raises(UserError, match=name):
+            Plan.load(tmp_path / "plan.json")
+
+
+def test_a_file_that_is_none(tmp_path):
+    for content, words in ((b"", "not JSON"), (b"[1]", "JSON object"), (b"\x00\xff", "not JSON"),
+                           (b"[" * 100_000, "not JSON")):
+        (tmp_path / "plan.json").write_bytes(content)
+        with pytest.raises(UserError, match=words):
+            Plan.load(tmp_path / "plan.json")
+    with pytest.raises(UserError, match="no such file"):
+        Plan.load(tmp_path / "other.json")
+    with pytest.raises(UserError, match="other"):
+        (tmp_path / "other").mkdir()
+        Plan.load(tmp_path / "other")
+
+
+def test_evaluations_are_at_the_start_by_cadence_and_at_the_end():
+    for steps, every, expected in ((25, 10, [0, 10, 20, 25]), (20, 10, [0, 10, 20]), (1, 5, [0, 1])):
+        assert [n for n in range(steps + 1) if is_due(n, steps, every)] == expected
+        assert times_due(steps, every) == len(expected)
+
+
+def test_what_is_held_back_is_a_hundredth_within_bounds():
+    assert validation_tokens(1_000_000, StepConfig(4, 512)) == 10_000
+    assert validation_tokens(1000, StepConfig(4, 512)) == 513
+    assert validation_tokens(100_000, StepConfig(4, 512)) == 2049  # a whole batch, where a hundredth has less
+    assert validation_tokens(10**9, StepConfig(4, 512)) == 16 * 4 * 512 + 1
