@@ -1,7 +1,8 @@
 """What would fit where nothing that was measured does: by estimate, and said so. Pure."""
 
-import dataclasses
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 from probe.cell import Cell
 from probe.estimate.peak import CardMemory, estimate
@@ -14,47 +15,48 @@ ROOM = 0.99
 LEANER = {"none": ("elementwise", "block"), "elementwise": ("block",), "block": ()}
 
 
-def nearest(records: list[Record], length: int | None, limit_bytes: int, device: dict) -> str:
+def alternatives(records: list[Record], length: int | None, limit_bytes: int, device: dict[str, Any]) -> str:
     """One more sentence, naming up to three cells that would fit, each with another thing given up: batch, time by
     recomputing, size; "" if none would, or where peaks can't be estimated."""
     kind = device.get("kind") or ("cpu" if records[0].device.startswith("cpu-") else "cuda")
     if kind not in ("cuda", "cpu"):
         return ""
     memory = CardMemory.of({"kind": kind} | device)
-    asked = [r.cell for r in records if length in (None, r.cell.length)] or [records[0].cell]
-    smallest = min(asked, key=lambda c: (c.step.tokens, c.length))
-    base = dataclasses.replace(smallest, length=length or smallest.length, accum=1)
-    found = []
+    cells = [r.cell for r in records if length in (None, r.cell.length)] or [records[0].cell]
+    smallest = min(cells, key=lambda c: (c.step.tokens, c.length))
+    base = smallest.with_step(length=length or smallest.length, accum=1)
+    fitting = []
     for way in (_smaller_batches(base), _recomputing(base), _smaller_models(base)):
         for cell in way:
             need = estimate(cell, memory).device_bytes
             if need <= ROOM * limit_bytes:
-                found.append((cell, need))
+                fitting.append((cell, need))
                 break
-    if not found:
+    if not fitting:
         return "; nor would anything smaller, by estimate"
-    told = "; ".join(f"{_name(cell)} ({format_bytes(need)})" for cell, need in found)
-    cell = found[0][0]
+    told = "; ".join(f"{_name(cell)} ({format_bytes(need)})" for cell, need in fitting)
+    cell = fitting[0][0]
     return (f". By estimate, not measured, these would: {told}. Measure one: probe grid --model {cell.model} "
-            f"--batch {cell.batch} --length {cell.length}{cell.options()}")
+            f"--batch {cell.batch} --length {cell.length}{cell.command_options()}")
 
 
 def _name(cell: Cell) -> str:
-    return f"{cell.model} B={cell.batch} L={cell.length}" + f" recompute {cell.recompute}" * (cell.recompute != "none")
+    recompute = f" recompute {cell.step.recompute}" * (cell.step.recompute != "none")
+    return f"{cell.model} B={cell.batch} L={cell.length}{recompute}"
 
 
 def _smaller_batches(base: Cell) -> Iterator[Cell]:
-    return (dataclasses.replace(base, batch=b) for b in _halves(base.batch // 2))
+    return (base.with_step(batch=b) for b in _halves(base.batch // 2))
 
 
 def _recomputing(base: Cell) -> Iterator[Cell]:
-    return (dataclasses.replace(base, batch=b, recompute=r) for b in (base.batch, *_halves(base.batch // 2))
-            for r in LEANER[base.recompute])
+    return (base.with_step(batch=b, recompute=r) for b in (base.batch, *_halves(base.batch // 2))
+            for r in LEANER[base.step.recompute])
 
 
 def _smaller_models(base: Cell) -> Iterator[Cell]:
     size = base.shape.parameters if base.shape else parse_count(base.model)
-    return (dataclasses.replace(base, model=n, shape=None) for n in reversed(SIZES) if parse_count(n) < size)
+    return (replace(base, model=name, shape=None) for name in reversed(SIZES) if parse_count(name) < size)
 
 
 def _halves(batch: int) -> Iterable[int]:

@@ -1,16 +1,17 @@
 """From records to a plan."""
 
-import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from planner.decide import defaults, together
-from planner.decide.alternatives import nearest
-from planner.decide.choose import Candidate, Choice, choose
-from planner.decide.hours import Overheads, Rates, cadence, hours, overheads, peak_span, step_span, steps_for
-from planner.decide.inputs import Known
+from planner.decide import defaults
+from planner.decide.alternatives import alternatives
+from planner.decide.calibration import Calibration
+from planner.decide.choose import Candidate, Choice, Wish, choose
+from planner.decide.hours import Overheads, Rates, cadence, peak_span, run_hours, run_overheads, step_span, steps_for
+from planner.decide.inputs import PlanInputs
+from planner.decide.scaling import assumption
 from probe.cliff import default_limit
-from probe.records import Record, latest
+from probe.records import Record, digest, latest
 from spillcliff.errors import NoPlan
 from spillcliff.units import format_bytes, format_count
 from trainer.plan import SCHEMA, PairCounts, Plan, Predicted, Span
@@ -19,20 +20,34 @@ TABLE = (50_000_000, 100_000_000, 300_000_000)
 """Corpora that every plan gives the hours for."""
 ENOUGH = 20
 """Tokens per parameter that a compute-optimal run has (Hoffmann et al. 2022, arXiv 2203.15556)."""
+FIRST_CORPUS = 100_000_000
+"""Stands for the corpus that --hours asks for until a step is picked, by which it then is known."""
+ROUNDS = 3
+"""Picks after which the corpus that --hours asks for has settled."""
 
 
 @dataclass(frozen=True)
-class Question:
-    """What the user asked of a plan; None leaves it to the planner. One of `corpus_tokens` and `hours` is given; `pairs` if
+class PlanRequest:
+    """What the user asked of a plan; None leaves it to the planner. One of `corpus_tokens` and `hours` is there; `pairs` if
     the corpus is a file of them, and `length` then is theirs."""
 
-    corpus_tokens: int | None
-    hours: float | None
-    epochs: float
-    length: int | None
-    tokens_per_step: int | None
-    limit_bytes: int | None
+    corpus_tokens: int | None = None
+    hours: float | None = None
+    epochs: float = 1.0
+    length: int | None = None
+    tokens_per_step: int | None = None
+    limit_bytes: int | None = None
     pairs: PairCounts | None = None
+
+
+@dataclass(frozen=True)
+class RunForecast:
+    """A whole run of a corpus: `hours`, what of them is not stepping, optimizer `steps`, and steps between evaluations."""
+
+    hours: Span
+    overheads: Overheads
+    steps: int
+    every: int
 
 
 @dataclass(frozen=True)
@@ -53,70 +68,97 @@ class Forecast:
 
     def hours_of(self, corpus_tokens: float, epochs: float) -> Span:
         """Hours of another corpus with the same step."""
-        return _whole(self.pick, self.step_s, corpus_tokens, epochs, self.rates)[0]
+        return _run(self.pick, self.step_s, corpus_tokens, epochs, self.rates).hours
 
     def table(self) -> dict[int, Span]:
         """Hours of a few corpora, the plan's among them, by tokens."""
         return {size: self.hours_of(size, self.plan.epochs) for size in sorted({*TABLE, self.plan.corpus_tokens})}
 
 
-def build(records: list[Record], question: Question, known: Known) -> Forecast:
-    """The plan for a question, from the records of one model on one device; NoPlan says why there is none, and what would
+@dataclass(frozen=True)
+class _Picked:
+    """The choice for a corpus, and how fast its pick will be."""
+
+    corpus_tokens: int
+    choice: Choice
+    tokens_why: str
+    calibration: Calibration
+    step_s: Span
+
+
+def build(records: list[Record], request: PlanRequest, inputs: PlanInputs) -> Forecast:
+    """The plan for a request, from the records of one model on one device; NoPlan says why there is none, and what would
     fit by estimate."""
     records = list(latest(records).values())
-    limit = (question.limit_bytes and (question.limit_bytes, "as asked")) or default_limit(records, known.cliff)
+    limit = (request.limit_bytes, "as asked") if request.limit_bytes else default_limit(records, inputs.cliff)
     if limit is None:
         raise NoPlan("no record says how much memory was free, so no limit is known; give one, such as --limit 5GB")
-    limit_bytes, limit_from = limit
-    asked = question.tokens_per_step is not None
-    # the corpus that --hours asks for is known once a step is picked, so a first pick stands in for it
-    corpus = question.corpus_tokens or 100_000_000
-    for _ in range(3 if question.hours else 1):
-        total = max(1, round(corpus * question.epochs))
-        wanted, wanted_why = (question.tokens_per_step, "tokens per step as asked") if asked else (
-            defaults.tokens_per_step(total))
-        try:
-            choice = choose(records, limit_bytes, wanted, asked, question.length, known.cliff)
-        except NoPlan as e:
-            raise NoPlan(f"{e}{nearest(records, question.length, limit_bytes, known.device)}") from None
-        pick = choice.pick
-        calibration = known.calibration(pick.record)
-        step_s = step_span(pick, 1 / calibration.tok_s, calibration.sd)
-        if question.hours:
-            corpus = _tokens_in(question.hours, question.epochs, pick, step_s, calibration.rates)
-    total = max(1, round(corpus * question.epochs))
-    predicted, extra, steps, every = _whole(pick, step_s, corpus, question.epochs, calibration.rates)
-    model, tokens = pick.record.model, pick.step.tokens
-    optimizer, lr_why = defaults.optimizer(model, total, steps, pick.step)
-    about = _of_pairs(question.pairs) if question.pairs else [_amount(total, model.parameters)]
-    why = [*choice.why, f"limit {format_bytes(limit_bytes)}: {limit_from}", wanted_why, lr_why, *about, *calibration.lines()]
-    if known.assumed_for:
-        why.insert(0, together.reason(pick.record, known.assumed_for))
-    if missing := extra.missing():
-        why.append(f"the hours leave out {', '.join(missing)}: not measured")
+    picked = _pick(records, request, inputs, limit[0])
+    pick, calibration = picked.choice.pick, picked.calibration
+    run = _run(pick, picked.step_s, picked.corpus_tokens, request.epochs, calibration.rates)
+    optimizer, lr_why = defaults.optimizer(pick.model, _total(picked.corpus_tokens, request), run.steps, pick.step)
+    tokens, step_s = pick.step.tokens, picked.step_s
     plan = Plan(
-        schema=SCHEMA, at=datetime.now(UTC).isoformat(timespec="seconds"), device=pick.record.device, model=model,
-        step=pick.step, corpus_tokens=corpus, epochs=question.epochs, steps=steps, optimizer=optimizer, eval=every,
-        checkpoint=every, limit_bytes=limit_bytes,
+        schema=SCHEMA, at=datetime.now(UTC).isoformat(timespec="seconds"), device=pick.record.device, model=pick.model,
+        step=pick.step, corpus_tokens=picked.corpus_tokens, epochs=request.epochs, steps=run.steps, optimizer=optimizer,
+        eval=run.every, checkpoint=run.every, limit_bytes=limit[0],
         predicted=Predicted(tok_s=Span(tokens / step_s.high, tokens / step_s.mid, tokens / step_s.low),
-                            peak_bytes=peak_span(pick), hours=predicted),
-        why=why, runners_up=_with_hours(choice, predicted), rejected=choice.rejected, records_sha256=digest(records),
-        calibration=calibration.to_json(), software=pick.record.software,
-        pairs=question.pairs)
-    return Forecast(plan, pick, step_s, calibration.rates, known.power_w(pick.record))
+                            peak_bytes=peak_span(pick), hours=run.hours),
+        why=_why(picked, request, inputs, limit, lr_why, run.overheads),
+        runners_up=[replace(r, hours=run.hours.mid * (r.hours_ratio or 1.0)) for r in picked.choice.runners_up],
+        rejected=picked.choice.rejected, records_sha256=digest(records), calibration=calibration.to_json(),
+        software=pick.record.software, pairs=request.pairs)
+    return Forecast(plan, pick, step_s, calibration.rates, inputs.power_w(pick.record))
 
 
-def _whole(pick: Candidate, step_s: Span, corpus_tokens: float, epochs: float,
-           rates: Rates) -> tuple[Span, Overheads, int, int]:
-    """(hours, what of them is not stepping, steps, steps between evaluations) of a corpus."""
+def _total(corpus_tokens: int, request: PlanRequest) -> int:
+    """Tokens that are seen in all."""
+    return max(1, round(corpus_tokens * request.epochs))
+
+
+def _pick(records: list[Record], request: PlanRequest, inputs: PlanInputs, limit_bytes: int) -> _Picked:
+    """For the corpus of the request, or for as many tokens as its hours take."""
+    corpus = request.corpus_tokens or FIRST_CORPUS
+    picked = _pick_for(corpus, records, request, inputs, limit_bytes)
+    if request.hours:
+        for _ in range(ROUNDS - 1):
+            corpus = _tokens_in(request.hours, request.epochs, picked)
+            picked = _pick_for(corpus, records, request, inputs, limit_bytes)
+        picked = replace(picked, corpus_tokens=_tokens_in(request.hours, request.epochs, picked))
+    return picked
+
+
+def _pick_for(corpus: int, records: list[Record], request: PlanRequest, inputs: PlanInputs, limit_bytes: int) -> _Picked:
+    is_asked = request.tokens_per_step is not None
+    tokens, tokens_why = (request.tokens_per_step, "tokens per step as asked") if request.tokens_per_step else (
+        defaults.tokens_per_step(_total(corpus, request)))
+    try:
+        choice = choose(records, limit_bytes, Wish(tokens, is_asked, request.length), inputs.cliff)
+    except NoPlan as e:
+        raise NoPlan(f"{e}{alternatives(records, request.length, limit_bytes, inputs.device)}") from None
+    calibration = inputs.calibration(choice.pick.record)
+    return _Picked(corpus, choice, tokens_why, calibration, step_span(choice.pick, 1 / calibration.tok_s, calibration.sd))
+
+
+def _why(picked: _Picked, request: PlanRequest, inputs: PlanInputs, limit: tuple[int, str], lr_why: str,
+         overheads: Overheads) -> list[str]:
+    pick = picked.choice.pick
+    amount = _of_pairs(request.pairs) if request.pairs else [
+        _amount(_total(picked.corpus_tokens, request), pick.model.parameters)]
+    why = [*picked.choice.why, f"limit {format_bytes(limit[0])}: {limit[1]}", picked.tokens_why, lr_why, *amount,
+           *picked.calibration.lines()]
+    if inputs.assumed_for:
+        why.insert(0, assumption(pick.record, inputs.assumed_for))
+    if missing := overheads.missing():
+        why.append(f"the hours leave out {', '.join(missing)}: not measured")
+    return why
+
+
+def _run(pick: Candidate, step_s: Span, corpus_tokens: float, epochs: float, rates: Rates) -> RunForecast:
     steps = steps_for(corpus_tokens * epochs, pick.step.tokens)
     every = cadence(steps, step_s.mid)
-    extra = overheads(pick, corpus_tokens, steps, every, rates)
-    return hours(step_s, steps, extra), extra, steps, every
-
-
-def _with_hours(choice: Choice, predicted: Span) -> list[dict]:
-    return [r | {"hours": predicted.mid * r["hours_ratio"]} for r in choice.runners_up]
+    overheads = run_overheads(pick, corpus_tokens, steps, every, rates)
+    return RunForecast(run_hours(step_s, steps, overheads), overheads, steps, every)
 
 
 def _of_pairs(counts: PairCounts) -> list[str]:
@@ -131,30 +173,27 @@ def _amount(tokens: int, parameters: int) -> str:
     return f"{format_count(tokens)} tokens are {share:.2g} a parameter, {what}: {optimal}"
 
 
-def _tokens_in(hours_wanted: float, epochs: float, pick: Candidate, step_s: Span, rates: Rates) -> int:
+def _tokens_in(hours: float, epochs: float, picked: _Picked) -> int:
     """Corpus tokens that a run of so many hours gets through, overheads counted."""
+    pick, step_s, rates = picked.choice.pick, picked.step_s.mid, picked.calibration.rates
     tokens = pick.step.tokens
-    steps = max(1, int(hours_wanted * 3600 / step_s.mid))
+    steps = max(1, int(hours * 3600 / step_s))
     for _ in range(4):
-        extra = overheads(pick, steps * tokens / epochs, steps, cadence(steps, step_s.mid), rates)
-        spare = hours_wanted * 3600 - extra.total_s
-        if spare < step_s.mid:
-            raise NoPlan(f"{hours_wanted * 60:.1f} min is too short: start-up, evaluation and checkpoints alone take more")
-        steps = max(1, int(spare / step_s.mid))
+        overheads = run_overheads(pick, steps * tokens / epochs, steps, cadence(steps, step_s), rates)
+        spare_s = hours * 3600 - overheads.total_s
+        if spare_s < step_s:
+            raise NoPlan(f"{hours * 60:.1f} min is too short: start-up, evaluation and checkpoints alone take more")
+        steps = max(1, int(spare_s / step_s))
     return max(1, int(steps * tokens / epochs))
 
 
-def side_by_side(records_of: dict[str, list[Record]], question: Question, known: Known) -> dict[str, Forecast | str]:
+def side_by_side(records_of: dict[str, list[Record]], request: PlanRequest,
+                 inputs: PlanInputs) -> dict[str, Forecast | str]:
     """A forecast for each model, or why there is none."""
-    found = {}
+    forecasts: dict[str, Forecast | str] = {}
     for name, records in records_of.items():
         try:
-            found[name] = build(records, question, known)
+            forecasts[name] = build(records, request, inputs)
         except NoPlan as e:
-            found[name] = str(e)
-    return found
-
-
-def digest(records: list[Record]) -> str:
-    """Tells these records from others, whatever their order."""
-    return hashlib.sha256("\n".join(sorted(map(repr, records))).encode()).hexdigest()
+            forecasts[name] = str(e)
+    return forecasts

@@ -2,18 +2,20 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Annotated, Any
 
 from planner.decide.hours import Rates
 from probe.soak import Soak
+from spillcliff import schema
 from spillcliff.errors import UserError
-from spillcliff.files import read_json
-from spillcliff.schema import is_number
+from spillcliff.files import Say, read_json
+from spillcliff.schema import Number, is_number
 from trainer.checkpoint import STATE_BYTES
-from trainer.config import refuse_software
 from trainer.plan import Plan, times_due
+from trainer.run_folder import RunFolder
 
 BIAS_SD = 0.02
 """By how much a device's runs may all be off their forecasts in one direction, in shares: an assumption. With it and
@@ -27,13 +29,41 @@ RUN_WEIGHT = 4
 """Receipts' worth of trust in RUN_SD."""
 
 
+LEAST = 1e-9
+"""A figure of a receipt is above zero."""
+Figure = Annotated[float | None, Number(LEAST)]
+
+
 @dataclass(frozen=True)
-class Past:
+class Figures:
+    """What is planned, what happened, or their ratio."""
+
+    tok_s: Figure = None
+    peak_bytes: Figure = None
+    hours: Figure = None
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What a receipt must hold. UserError for a throughput so far off that it says nothing of the next run."""
+
+    planned: Figures
+    actual: Figures
+    ratio: Figures
+    software: dict[str, str | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 1 / FARTHEST < (self.ratio.tok_s or 1) < FARTHEST:
+            raise UserError(f"tok/s came out {self.ratio.tok_s:.3g} times as planned, which says nothing of the next run")
+
+
+@dataclass(frozen=True)
+class PastRun:
     """A finished run: its folder's name, its plan, and its receipt."""
 
     run: str
     plan: Plan
-    receipt: dict
+    receipt: dict[str, Any]
 
     @property
     def device(self) -> str | None:
@@ -44,7 +74,7 @@ class Past:
     def log_ratio(self) -> float | None:
         """The logarithm of actual tok/s over what was measured for it, earlier corrections taken out."""
         ratio, corrected = self.receipt["ratio"].get("tok_s"), self.plan.calibration.get("tok_s")
-        return ratio and math.log(ratio * (corrected if is_usable(corrected) else 1.0))
+        return math.log(ratio * (corrected if is_number(corrected, LEAST) else 1.0)) if ratio else None
 
 
 @dataclass(frozen=True)
@@ -59,54 +89,38 @@ class Calibration:
     soak: float | None
     soak_settled: bool = True
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         return {"tok_s": self.tok_s, "sd": self.sd, "receipts": self.receipts, "soak": self.soak,
                 "start_up_s": self.rates.start_up_s, "disk_write_bytes_s": self.rates.disk_write_bytes_s}
 
     def lines(self) -> list[str]:
         """What it changed, for a person."""
-        said = []
+        lines = []
         if self.soak:
             change = f"{abs(self.soak - 1):.1%} {'slower' if self.soak >= 1 else 'faster'}"
-            said.append(f"warm, this device was {change} in a soak"
+            lines.append(f"warm, this device was {change} in a soak"
                         f"{'' if self.soak_settled else ' that had not settled'}: counted in the hours")
         if self.receipts:
-            said.append(f"{self.receipts} past run{'s' * (self.receipts > 1)} on this device: tok/s as measured times "
+            lines.append(f"{self.receipts} past run{'s' * (self.receipts > 1)} on this device: tok/s as measured times "
                         f"{self.tok_s:.3f}, give or take {self.sd:.1%}; start-up and disk as they were seen there")
-        return said
+        return lines
 
 
-def is_usable(value: object) -> bool:
-    """Whether a figure that was read is a number above 0 and of a size that exists."""
-    return is_number(value, 1e-9)
-
-
-def read(runs: Path, say) -> list[Past]:
+def read(runs: Path, say: Say) -> list[PastRun]:
     """The finished runs under results/runs/, oldest first; `say` names each that can't be read."""
-    found = []
+    past = []
     for path in runs.glob("*/receipt.json"):
+        folder = RunFolder(path.parent)
         try:
-            receipt = read_json(path, "receipt")
-            plan = Plan.load(path.parent / "plan.json")
-            for name in ("planned", "actual", "ratio"):
-                values = receipt.get(name)
-                if not isinstance(values, dict) or not all(
-                        values.get(k) is None or is_usable(values[k]) for k in ("tok_s", "peak_bytes", "hours")):
-                    raise UserError(f"receipt {path}: {name} must be an object of numbers above 0")
-            if not 1 / FARTHEST < (receipt["ratio"].get("tok_s") or 1) < FARTHEST:
-                raise UserError(f"receipt {path}: tok/s came out {receipt['ratio']['tok_s']:.3g} times as planned, which "
-                                f"says nothing of the next run")
-            try:
-                refuse_software(receipt.get("software", {}))
-            except UserError as e:
-                raise UserError(f"receipt {path}: {e}") from None
-            found.append(Past(path.parent.name, plan, receipt))
+            receipt = read_json(folder.receipt, "receipt")
+            schema.read(Receipt, receipt, f"receipt {folder.receipt}")
+            past.append(PastRun(folder.path.name, Plan.load(folder.plan), receipt))
         except UserError as e:
             say(f"left out: {e}")
-    return sorted(found, key=lambda past: past.plan.at)
+    return sorted(past, key=lambda run: run.plan.at)
 
 
-def calibrate(past: Sequence[Past], soaks: Sequence[Soak], device: str, torch: str | None, rates: Rates) -> Calibration:
+def calibrate(past: Sequence[PastRun], soaks: Sequence[Soak], device: str, torch: str | None, rates: Rates) -> Calibration:
     """What the runs and the newest soak of `device` under the same torch change; `rates` are device.json's.
 
     Runs are off by a part they have in common and by one of their own, both normal: the common part starts at the soak's
@@ -114,8 +128,8 @@ def calibrate(past: Sequence[Past], soaks: Sequence[Soak], device: str, torch: s
     """
     past = [p for p in past if p.device == device and torch in (None, p.receipt.get("software", {}).get("torch"))]
     soaks = [s for s in soaks if s.device == device and torch in (None, s.software.get("torch")) and not s.on_battery]
-    held = [s for s in soaks if s.settled] or soaks  # one that was broken off tells less than an older one that wasn't
-    soak = held[-1].factor if held else None
+    telling = [s for s in soaks if s.settled] or soaks  # one that was broken off tells less than an older one that wasn't
+    soak = telling[-1].factor if telling else None
     logs = [p.log_ratio for p in past if p.log_ratio is not None]
     prior = -math.log(soak or 1)
     run_sd = RUN_SD["cpu" if device.startswith("cpu-") else "card"]
@@ -125,10 +139,11 @@ def calibrate(past: Sequence[Past], soaks: Sequence[Soak], device: str, torch: s
     precision = 1 / BIAS_SD**2 + len(logs) / run_sd**2
     bias = (prior / BIAS_SD**2 + sum(logs) / run_sd**2) / precision
     start_ups = [p.receipt["start_up_s"] for p in past
-                 if is_usable(p.receipt.get("start_up_s")) and not p.receipt.get("resumed_from")]
+                 if is_number(p.receipt.get("start_up_s"), LEAST) and not p.receipt.get("resumed_from")]
     writes = [STATE_BYTES * p.plan.model.parameters * (times_due(p.plan.steps, p.plan.checkpoint) - 1)
-              / p.receipt["checkpoint_write_s"] for p in past if is_usable(p.receipt.get("checkpoint_write_s"))]
-    return Calibration(
-        math.exp(bias), math.sqrt(1 / precision + run_sd**2),
-        Rates(median(start_ups) if start_ups else rates.start_up_s, median(writes) if writes else rates.disk_write_bytes_s,
-              rates.first_copy_bytes_s, rates.copy_bytes_s), len(logs), soak, not held or held[-1].settled)
+              / p.receipt["checkpoint_write_s"] for p in past if is_number(p.receipt.get("checkpoint_write_s"), LEAST)]
+    rates = Rates(start_up_s=median(start_ups) if start_ups else rates.start_up_s,
+                  disk_write_bytes_s=median(writes) if writes else rates.disk_write_bytes_s,
+                  first_copy_bytes_s=rates.first_copy_bytes_s, copy_bytes_s=rates.copy_bytes_s)
+    return Calibration(tok_s=math.exp(bias), sd=math.sqrt(1 / precision + run_sd**2), rates=rates, receipts=len(logs),
+                       soak=soak, soak_settled=not telling or telling[-1].settled)

@@ -1,4 +1,4 @@
-"""What a step costs over batch and length, from few records of one option: pure, and never what a plan is chosen by.
+"""What a step costs over batch and length, from few records of one series: pure, and never what a plan is chosen by.
 
 The form is probe.grid.surrogate's: seconds are the launch floor or, where that is more, fixed + a part of the length + a
 part of the tokens + a part of tokens x length; bytes are a static part and a part of the tokens; no part is below zero.
@@ -13,7 +13,7 @@ import numpy as np
 
 from probe.cell import Cell
 from probe.grid import surrogate
-from probe.records import Record
+from probe.records import WANT_OF_MEMORY, Record
 from trainer.plan import Span
 
 PARTS = 4
@@ -41,29 +41,24 @@ class Prediction:
     note: str
 
 
-def option(cell: Cell) -> tuple:
-    """Cells that share a cost model have this in common: all but batch and length."""
-    return cell.model, cell.vocab, cell.accum, cell.engine, cell.recompute, cell.update
-
-
 class CostModel:
-    """Fitted to the records of one option; ValueError if fewer than FEWEST of them fit."""
+    """Fitted to the records of one series; ValueError if fewer than FEWEST of them fit."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         records = list(records)
         self.fits = [r for r in records if r.status == "fits"]
-        self.failed = [r.cell for r in records if r.status in ("spills", "oom", "thrashes")]
+        self.failed = [r.cell for r in records if r.status in WANT_OF_MEMORY]
         if len(self.fits) < FEWEST:
             raise ValueError(f"{len(self.fits)} records that fit; {FEWEST} are needed")
-        seen = [r.cell for r in self.fits]
-        logs, sds, self.rough = _times(seen, self.fits)
+        cells = [r.cell for r in self.fits]
+        self.rough = _times(cells, self.fits)[2]
         misses = []
         for i in range(0, len(self.fits), -(-len(self.fits) // LEFT_OUT)):
             record = self.fits[i]
             rest = self.fits[:i] + self.fits[i + 1:]
-            if len(rest) >= FEWEST:
-                there, sd, _ = _times(seen, rest)
-                misses.append((math.log(record.median_step_s) - there[i]) / (sd[i] + BEYOND * _beyond(record.cell, rest)))
+            if len(rest) >= FEWEST and record.median_step_s:
+                logs, sds, _ = _times(cells, rest)
+                misses.append((math.log(record.median_step_s) - logs[i]) / (sds[i] + BEYOND * _beyond(record.cell, rest)))
         self.scale = math.sqrt((DOUBT * DOUBTED + sum(z * z for z in misses)) / (DOUBT + len(misses)))
         """By how much leaving each record out showed the fit's intervals to be too narrow (or wide)."""
 
@@ -77,23 +72,23 @@ class CostModel:
     def predict(self, cells: Sequence[Cell]) -> list[Prediction | None]:
         """One prediction a cell; None past the cliff, where a smaller cell or this one failed: no form holds there."""
         cells = list(cells)
-        everything = list(dict.fromkeys([*cells, *(r.cell for r in self.fits)]))
-        logs, sds, _ = _times(everything, self.fits)
-        peaks = surrogate.peaks(everything, self.fits, {}, [None] * len(everything))
+        every = list(dict.fromkeys([*cells, *(r.cell for r in self.fits)]))
+        logs, sds, _ = _times(every, self.fits)
+        peaks = surrogate.peaks(every, self.fits, {}, [None] * len(every))
         wide = band_sds(len(self.fits) - PARTS)
-        found = []
+        predictions: list[Prediction | None] = []
         for cell in cells:
-            i = everything.index(cell)
+            i = every.index(cell)
             if any(failed.within(cell) for failed in self.failed):
-                found.append(None)
+                predictions.append(None)
                 continue
             beyond = _beyond(cell, self.fits)
             sd = self.scale * (sds[i] + BEYOND * beyond)
             peak = None
             if peaks:
                 peak = _span(peaks.at(0)[i], wide * (peaks.spread()[i] + BEYOND * beyond))
-            found.append(Prediction(_span(logs[i], wide * sd), peak, "outside what was measured" if beyond else ""))
-        return found
+            predictions.append(Prediction(_span(logs[i], wide * sd), peak, "outside what was measured" if beyond else ""))
+        return predictions
 
 
 def _times(cells: list[Cell], fits: list[Record]) -> tuple[np.ndarray, np.ndarray, float]:
@@ -116,7 +111,7 @@ def _span(log: float, wide: float) -> Span:
 def _beyond(cell: Cell, fits: Sequence[Record]) -> float:
     """Doublings that a cell lies outside the tokens and the lengths of `fits`; 0 within."""
     total = 0.0
-    for value, known in ((cell.batch * cell.length, [r.cell.batch * r.cell.length for r in fits]),
-                         (cell.length, [r.cell.length for r in fits])):
-        total += max(0.0, math.log2(value / max(known)), math.log2(min(known) / value))
+    for value, measured in ((cell.step.micro_tokens, [r.cell.step.micro_tokens for r in fits]),
+                            (cell.length, [r.cell.length for r in fits])):
+        total += max(0.0, math.log2(value / max(measured)), math.log2(min(measured) / value))
     return total

@@ -48,8 +48,8 @@ def step_span(candidate: Candidate, factor: float = 1.0, sd: float = 0.0) -> Spa
     """Seconds of a step: the median times `factor`, and a 90% band of the raw times' own spread (their tenth and ninetieth
     percentiles) and of `sd`, the standard deviation by which whole runs differ from their forecasts, in shares."""
     ordered = sorted(candidate.record.step_s)
-    n, median = len(ordered), candidate.record.median_step_s
-    below, above = (abs(math.log(ordered[round(part * (n - 1))] / median)) for part in (0.1, 0.9))
+    n, median_s = len(ordered), candidate.median_step_s
+    below, above = (abs(math.log(ordered[round(part * (n - 1))] / median_s)) for part in (0.1, 0.9))
     mid = candidate.step_s * factor
     return Span(mid * math.exp(-math.hypot(below, BAND_SD * sd)), mid, mid * math.exp(math.hypot(above, BAND_SD * sd)))
 
@@ -71,16 +71,16 @@ def cadence(steps: int, step_s: float) -> int:
     return max(1, min(math.ceil(steps / 10), round(900 / step_s)))
 
 
-def overheads(candidate: Candidate, corpus_tokens: float, steps: int, every: int, rates: Rates) -> Overheads:
+def run_overheads(candidate: Candidate, corpus_tokens: float, steps: int, every: int, rates: Rates) -> Overheads:
     """Seconds of all evaluations and checkpoints of a run, and of its start-up."""
     r, batches = candidate.record, eval_batches(int(corpus_tokens), candidate.step)
     evaluations = times_due(steps, every)
     # beside the libraries: weights and first kernels, less the first step, which is one of the steps
-    setup_s = None if r.setup_s is None else max(0.0, r.setup_s - r.median_step_s)
+    setup_s = None if r.setup_s is None else max(0.0, r.setup_s - candidate.median_step_s)
     return Overheads(
         eval_s=None if r.eval_s is None else evaluations * batches * r.eval_s,
-        checkpoint_s=_checkpoints(evaluations - 1, STATE_BYTES * r.model.parameters, every * candidate.step_s, rates),
-        start_up_s=None if None in (setup_s, rates.start_up_s) else rates.start_up_s + setup_s)
+        checkpoint_s=_checkpoints(evaluations - 1, STATE_BYTES * candidate.model.parameters, every * candidate.step_s, rates),
+        start_up_s=None if setup_s is None or rates.start_up_s is None else rates.start_up_s + setup_s)
 
 
 def _checkpoints(count: int, size: int, apart_s: float, rates: Rates) -> float | None:
@@ -95,9 +95,9 @@ def _checkpoints(count: int, size: int, apart_s: float, rates: Rates) -> float |
     return copies_s + (count - 1) * max(0.0, write_s - apart_s) + write_s
 
 
-def hours(step_s: Span, steps: int, extra: Overheads) -> Span:
+def run_hours(step_s: Span, steps: int, overheads: Overheads) -> Span:
     """Hours of a whole run, with a 90% band: steps and overheads are off independently."""
-    mid, wide_s = steps * step_s.mid + extra.total_s, extra.total_s * (math.exp(BAND_SD * OVERHEAD_SD) - 1)
+    mid, wide_s = steps * step_s.mid + overheads.total_s, overheads.total_s * (math.exp(BAND_SD * OVERHEAD_SD) - 1)
     low = mid - math.hypot(steps * (step_s.mid - step_s.low), wide_s)
     high = mid + math.hypot(steps * (step_s.high - step_s.mid), wide_s)
     return Span(low / 3600, mid / 3600, high / 3600)

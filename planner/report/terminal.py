@@ -1,10 +1,8 @@
 """The plan in words and tables."""
 
 from planner.decide.build import Forecast
-from planner.decide.choose import step_name
 from spillcliff.hardware.fingerprints import device_count
 from spillcliff.units import format_bytes, format_count, format_duration
-from trainer.config import StepConfig
 from trainer.plan import Span
 
 RUNNER_HEAD = ("runner-up", "tok/s", "time", "peak", "saves")
@@ -40,18 +38,14 @@ def lines(forecast: Forecast) -> list[str]:
     out += [f"  {line}" for line in plan.why]
     if plan.rejected:
         out.append("rejected:")
-        out += [f"  {_cell_name(r['cell'])}: {'; '.join(r['why'])}" for r in plan.rejected]
+        out += [f"  {r.step}: {'; '.join(r.why)}" for r in plan.rejected]
     return out
-
-
-def _cell_name(cell: dict) -> str:
-    return step_name(StepConfig(*(cell[k] for k in ("batch", "length", "accum", "engine", "recompute", "update"))))
 
 
 def runner_rows(forecast: Forecast) -> list[tuple[str, ...]]:
     """Of the runners-up: cell, tok/s, time, peak, and the memory that it would save (or cost, with a minus)."""
-    return [(_cell_name(r["cell"]), f"{r['tok_s']:,.0f}", f"{hours_text(r['hours'])} ({(r['hours_ratio'] - 1) * 100:+.0f}%)",
-             format_bytes(r["peak_bytes"]), _signed(r["saves_bytes"])) for r in forecast.plan.runners_up]
+    return [(str(r.step), f"{r.tok_s or 0:,.0f}", f"{hours_text(r.hours or 0)} ({((r.hours_ratio or 1) - 1) * 100:+.0f}%)",
+             format_bytes(r.peak_bytes), _signed(r.saves_bytes or 0)) for r in forecast.plan.runners_up]
 
 
 def _signed(size: float) -> str:
@@ -73,7 +67,7 @@ def size_rows(forecasts: dict[str, Forecast | str]) -> list[tuple[str, ...]]:
             continue
         plan = forecast.plan
         share = plan.corpus_tokens * plan.epochs / plan.model.parameters
-        rows.append((name, step_name(plan.step), f"{plan.predicted.tok_s.mid:,.0f}",
+        rows.append((name, str(plan.step), f"{plan.predicted.tok_s.mid:,.0f}",
                      format_bytes(plan.predicted.peak_bytes.mid), hours_text(plan.predicted.hours.mid), f"{share:.2g}"))
     return rows
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from trainer.schedule import lr
 
 from planner.decide import calibration, inputs
-from planner.decide.build import Question, build
+from planner.decide.build import PlanRequest, build
 from planner.report import terminal
 from planner.report.page import html_page
 from planner.report.page_data import page_data
@@ -59,8 +59,8 @@ DEVICE = {"schema": 1, "fingerprint": RECORDS[0].device, "name": "NVIDIA GeForce
           "memory": {"context_bytes": 784334848, "graph_bytes": 0}, "start_up_s": 8.1, "disk_write_bytes_s": 1.3e9,
           "first_copy_bytes_s": 1.5e9, "copy_bytes_s": 1.3e10}
 CLIFF = make_cliff("collapse", 5e9, 5.2e9)
-QUESTION = Question(100_000_000, None, 1.0, None, None, 5_000_000_000)
-PLAN = build(RECORDS, QUESTION, inputs.Known(DEVICE, CLIFF, (), (SOAK,))).plan
+QUESTION = PlanRequest(100_000_000, None, 1.0, None, None, 5_000_000_000)
+PLAN = build(RECORDS, QUESTION, inputs.PlanInputs(DEVICE, CLIFF, (), (SOAK,))).plan
 PLAN = dataclasses.replace(PLAN, at=RECORDS[0].at)
 
 
@@ -108,7 +108,7 @@ def test_a_plan(folder, data):
     findings = preflight.judge(situation)
     assert all(len(line) <= 80 for line in preflight.lines(findings))
     assert preflight.refusal(findings) or preflight.warnings(findings)
-    assert html_page(page_data(plan, RECORDS[:3], inputs.Known(), [])).encode()
+    assert html_page(page_data(plan, RECORDS[:3], inputs.PlanInputs(), [])).encode()
 
 
 @given(damaged(RECORDS[2].to_json(), *(b"".join(json.dumps(r.to_json()).encode() + b"\n" for r in some)
@@ -134,14 +134,14 @@ def test_records(folder, data):
         plan = None
         for model, vocab in _kinds(of_device):
             try:
-                forecast = build(inputs.of_model(of_device, model, vocab), QUESTION, inputs.Known(DEVICE, None, (), (SOAK,)))
+                forecast = build(inputs.of_model(of_device, model, vocab), QUESTION, inputs.PlanInputs(DEVICE, None, (), (SOAK,)))
             except NoPlan:
                 continue
             plan = forecast.plan
             assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
             assert terminal.lines(forecast) and terminal.hour_rows(forecast)
             terminal.runner_rows(forecast)
-        assert html_page(page_data(plan, of_device[1:4] or of_device, inputs.Known(), [])).encode()
+        assert html_page(page_data(plan, of_device[1:4] or of_device, inputs.PlanInputs(), [])).encode()
 
 
 def _kinds(found):
@@ -214,9 +214,9 @@ def test_a_cliff(folder, data):
         return
     assert len(cliff_line(cliff).splitlines()) == 1 and cliffs.default_limit(RECORDS, cliff)[0] >= 0
     assert cliffs.wall(6 * 10**9, cliff, 10**9)[0] >= 0 and cliff.shows_fast(10**9) in (True, False)
-    html_page(page_data(None, RECORDS[:3], inputs.Known(DEVICE, cliff), []))
+    html_page(page_data(None, RECORDS[:3], inputs.PlanInputs(DEVICE, cliff), []))
     if cliff.device_bytes > 5 * 10**9:
-        assert build(RECORDS, dataclasses.replace(QUESTION, limit_bytes=None), inputs.Known(DEVICE, cliff)).plan
+        assert build(RECORDS, dataclasses.replace(QUESTION, limit_bytes=None), inputs.PlanInputs(DEVICE, cliff)).plan
 
 
 @given(damaged(SOAK.to_json(), *[json.dumps(SOAK.to_json()).encode() + b"\n"] * 2))
@@ -229,7 +229,7 @@ def test_soaks(folder, data):
     for s in soaks:
         assert soak.lines(s) and s.factor > 0 and (s.energy_wh or 0) >= 0
         assert Soak.from_json(json.loads(json.dumps(s.to_json()))) == s
-    about = inputs.Known(DEVICE, CLIFF, (), tuple(soaks))
+    about = inputs.PlanInputs(DEVICE, CLIFF, (), tuple(soaks))
     assert html_page(page_data(build(RECORDS, QUESTION, about).plan, RECORDS[:3], about, []))
 
 
@@ -247,7 +247,7 @@ def test_a_receipt(folder, run, data):
     past = calibration.read(copy.parent, said.append)
     assert len(past) + len(said) == 1, said
     assert all(str(hurt) in line and len(line.splitlines()) == 1 for line in said), said
-    about = inputs.Known(DEVICE, None, tuple(past), (SOAK,))
+    about = inputs.PlanInputs(DEVICE, None, tuple(past), (SOAK,))
     forecast = build(RECORDS, QUESTION, about)
     assert terminal.past_rows(forecast, about.past) is not None
     assert html_page(page_data(forecast.plan, RECORDS[:3], about, []))

@@ -8,21 +8,21 @@ import pytest
 from helpers.made import make_record
 from test_plan import PLAN
 
-from planner.decide.build import Question, build
-from planner.decide.calibration import Past, calibrate, read
+from planner.decide.build import PlanRequest, build
+from planner.decide.calibration import PastRun, calibrate, read
 from planner.decide.hours import Rates
-from planner.decide.inputs import Known
+from planner.decide.inputs import PlanInputs
 from probe.cell import Cell
 from probe.soak import Soak, Window
 from spillcliff.files import write_json
 
 GTX = "nvidia-geforce-gtx-1060"
-ASK = Question(100_000_000, None, 1.0, None, None, 5_000_000_000)
+ASK = PlanRequest(100_000_000, None, 1.0, None, None, 5_000_000_000)
 
 
 def run(ratio, device=GTX, torch=None, corrected=1.0, **receipt) -> Past:
     plan = dataclasses.replace(PLAN, device=device, calibration={"tok_s": corrected})
-    return Past("first", plan, {"ran_on": device, "software": {"torch": torch}, "ratio": {"tok_s": ratio}, **receipt})
+    return PastRun("first", plan, {"ran_on": device, "software": {"torch": torch}, "ratio": {"tok_s": ratio}, **receipt})
 
 
 def soak(factor, settled=True) -> Soak:
@@ -59,7 +59,7 @@ def test_what_was_corrected_already_is_not_corrected_twice():
 
 
 @pytest.mark.parametrize("other", [run(0.5, device="nvidia-h200"), run(0.5, torch="1.0"),
-                                   Past("moved", PLAN, {"ran_on": GTX, "ratio": {"tok_s": 0.5}}), run(None)])
+                                   PastRun("moved", PLAN, {"ran_on": GTX, "ratio": {"tok_s": 0.5}}), run(None)])
 def test_other_devices_and_software_say_nothing(other):
     assert calibrate([other], [], GTX, "2.11", Rates()).tok_s == 1.0
 
@@ -81,9 +81,9 @@ def test_a_soak_on_battery_says_nothing_and_a_short_one_says_so():
 def test_the_power_is_that_of_the_same_step_and_model():
     there = make_record(accum=2)
     hot = dataclasses.replace(soak(1.0), windows=(Window(5, 5, 1.0, power_w=111.0),))
-    known = Known(soaks=(dataclasses.replace(hot, cell=Cell("150M", 4, 512, 8)),))
+    known = PlanInputs(soaks=(dataclasses.replace(hot, cell=Cell("150M", 4, 512, 8)),))
     assert known.power_w(there) == 111.0
-    assert Known(soaks=(dataclasses.replace(hot, cell=Cell("10M", 4, 512)),)).power_w(there) is None
+    assert PlanInputs(soaks=(dataclasses.replace(hot, cell=Cell("10M", 4, 512)),)).power_w(there) is None
 
 
 def test_start_up_of_a_resumed_run_is_not_a_fresh_one_s():
@@ -98,11 +98,11 @@ def test_start_up_and_disk_come_from_past_runs():
 
 def test_the_hours_follow_and_the_plan_says_why():
     records = [make_record()]
-    plain = build(records, ASK, Known()).plan
-    warm = build(records, ASK, Known(soaks=(soak(1.1),))).plan
+    plain = build(records, ASK, PlanInputs()).plan
+    warm = build(records, ASK, PlanInputs(soaks=(soak(1.1),))).plan
     assert warm.predicted.hours.mid == pytest.approx(1.1 * plain.predicted.hours.mid, rel=0.001)
     assert any("soak" in line for line in warm.why) and warm.calibration["soak"] == pytest.approx(1.1)
-    met = build(records, ASK, Known(past=(run(0.9),) * 8)).plan
+    met = build(records, ASK, PlanInputs(past=(run(0.9),) * 8)).plan
     assert met.predicted.tok_s.mid == pytest.approx(0.9 * plain.predicted.tok_s.mid, rel=0.01)
     assert any("8 past runs" in line for line in met.why)
 

@@ -7,17 +7,17 @@ import math
 import pytest
 from helpers.made import SAMPLES, make_record, write_records
 
-from planner.decide.build import Question, build
+from planner.decide.build import PlanRequest, build
 from planner.decide.choose import Candidate
 from planner.decide.defaults import optimizer, tokens_per_step
 from planner.decide.hours import Rates, cadence, overheads, steps_for
-from planner.decide.inputs import Known, of_model, read
+from planner.decide.inputs import PlanInputs, of_model, read
 from spillcliff.errors import NoPlan, UserError
 from trainer.config import ModelConfig, StepConfig
 from trainer.plan import Plan
 
 CASE = json.loads((SAMPLES / "gtx1060.json").read_text())
-ASK = Question(corpus_tokens=100_000_000, hours=None, epochs=1.0, length=None, tokens_per_step=None,
+ASK = PlanRequest(corpus_tokens=100_000_000, hours=None, epochs=1.0, length=None, tokens_per_step=None,
                limit_bytes=5_000_000_000)
 RATES = {"disk_write_bytes_s": 1e8, "start_up_s": 5.0}
 
@@ -47,14 +47,14 @@ def test_the_first_users_card_gets_the_plan_it_must_lead_to(command, tmp_path):
 
 def test_no_limit_and_none_known_is_no_plan():
     with pytest.raises(NoPlan, match="--limit 5GB"):
-        build(gtx1060(), dataclasses.replace(ASK, limit_bytes=None), Known())
+        build(gtx1060(), dataclasses.replace(ASK, limit_bytes=None), PlanInputs())
 
 
 def test_hours_count_what_was_measured_and_say_what_was_not():
-    bare = build([make_record()], ASK, Known())
+    bare = build([make_record()], ASK, PlanInputs())
     assert any("leave out evaluations, checkpoints, start-up" in line for line in bare.plan.why)
     record = make_record(eval_s=0.5, setup_s=4.0)
-    full = build([record], ASK, Known(RATES))
+    full = build([record], ASK, PlanInputs(RATES))
     assert not any("leave out" in line for line in full.plan.why)
     evaluations = -(-full.plan.steps // full.plan.eval) + 1
     size = 12 * full.plan.model.parameters
@@ -65,11 +65,11 @@ def test_hours_count_what_was_measured_and_say_what_was_not():
 
 def test_hours_asked_for_come_out():
     forecast = build([make_record(eval_s=0.5, setup_s=1.0)], dataclasses.replace(ASK, corpus_tokens=None, hours=12.0),
-                     Known(RATES))
+                     PlanInputs(RATES))
     assert forecast.plan.predicted.hours.mid == pytest.approx(12, rel=0.002)
     assert forecast.plan.corpus_tokens == pytest.approx(12 * 3600 * 1000, rel=0.03)
     with pytest.raises(NoPlan, match="too short"):
-        build([make_record(setup_s=1.0)], dataclasses.replace(ASK, corpus_tokens=None, hours=0.001), Known(RATES))
+        build([make_record(setup_s=1.0)], dataclasses.replace(ASK, corpus_tokens=None, hours=0.001), PlanInputs(RATES))
 
 
 def test_a_card_s_run_waits_for_copies_and_the_last_write_alone():
@@ -85,10 +85,10 @@ def test_a_card_s_run_waits_for_copies_and_the_last_write_alone():
 
 def test_the_band_holds_the_raw_times_and_what_runs_differ_by():
     r = make_record(step_s=(1.0,) * 8 + (2.0, 2.0))
-    p = build([r], ASK, Known()).plan.predicted
+    p = build([r], ASK, PlanInputs()).plan.predicted
     assert p.tok_s.low < 1024 and p.tok_s.mid == pytest.approx(2048)
     assert p.hours.high > 2 * p.hours.mid and p.hours.low < p.hours.mid
-    steady = build([make_record()], ASK, Known()).plan.predicted.tok_s
+    steady = build([make_record()], ASK, PlanInputs()).plan.predicted.tok_s
     # a card nobody ran on: 2% that all runs may be off by and 1% of their own, 1.645 times for 90%
     assert steady.high / steady.mid - 1 == pytest.approx(1.645 * math.hypot(0.02, 0.01), rel=0.05)
 
