@@ -5,8 +5,7 @@ import json
 import math
 
 import pytest
-from helpers.made import make_record
-from test_plan import PLAN
+from helpers.made import make_plan, make_record
 
 from planner.decide.build import PlanRequest, build
 from planner.decide.calibration import PastRun, calibrate, read
@@ -17,17 +16,19 @@ from probe.soak import Soak, Window
 from spillcliff.files import write_json
 
 GTX = "nvidia-geforce-gtx-1060"
-ASK = PlanRequest(100_000_000, None, 1.0, None, None, 5_000_000_000)
+PLAN = make_plan()
+ASK = PlanRequest(corpus_tokens=100_000_000, limit_bytes=5_000_000_000)
 
 
-def run(ratio, device=GTX, torch=None, corrected=1.0, **receipt) -> Past:
+def run(ratio, device=GTX, torch=None, corrected=1.0, **receipt) -> PastRun:
     plan = dataclasses.replace(PLAN, device=device, calibration={"tok_s": corrected})
     return PastRun("first", plan, {"ran_on": device, "software": {"torch": torch}, "ratio": {"tok_s": ratio}, **receipt})
 
 
 def soak(factor, settled=True) -> Soak:
     windows = tuple(Window(t, 5, 1.0 if t <= 20 else factor) for t in range(5, 600, 5))
-    return Soak(1, "2026-01-01T00:00:00+00:00", GTX, {}, Cell("150M", 4, 512), 10.0, 595.0, windows, settled)
+    return Soak(schema=1, at="2026-01-01T00:00:00+00:00", device=GTX, software={}, cell=Cell.of("150M", 4, 512), minutes=10.0,
+                seconds=595.0, windows=windows, settled=settled)
 
 
 def test_nothing_known_changes_nothing():
@@ -81,9 +82,9 @@ def test_a_soak_on_battery_says_nothing_and_a_short_one_says_so():
 def test_the_power_is_that_of_the_same_step_and_model():
     there = make_record(accum=2)
     hot = dataclasses.replace(soak(1.0), windows=(Window(5, 5, 1.0, power_w=111.0),))
-    known = PlanInputs(soaks=(dataclasses.replace(hot, cell=Cell("150M", 4, 512, 8)),))
+    known = PlanInputs(soaks=(dataclasses.replace(hot, cell=Cell.of("150M", 4, 512, 8)),))
     assert known.power_w(there) == 111.0
-    assert PlanInputs(soaks=(dataclasses.replace(hot, cell=Cell("10M", 4, 512)),)).power_w(there) is None
+    assert PlanInputs(soaks=(dataclasses.replace(hot, cell=Cell.of("10M", 4, 512)),)).power_w(there) is None
 
 
 def test_start_up_of_a_resumed_run_is_not_a_fresh_one_s():

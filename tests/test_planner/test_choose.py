@@ -3,32 +3,34 @@
 import pytest
 from helpers.made import make_cliff, make_record
 
-from planner.decide.choose import choose
+from planner.decide.choose import Wish, choose
 from spillcliff.errors import NoPlan
 
 LIMIT = 5_000_000_000
 
 
 def pick(records, wanted=2048, asked=False, length=None, limit=LIMIT):
-    return choose(records, limit, wanted, asked, length)
+    return choose(records, limit, Wish(wanted, asked, length))
 
 
 def test_over_the_limit_is_rejected_with_the_number():
     choice = pick([make_record(4, tok_s=1000), make_record(8, tok_s=2000, peak=5.67e9)])
     assert choice.pick.step.batch == 4
-    assert choice.rejected[0]["cell"]["batch"] == 8 and choice.rejected[0]["why"] == ["5.67 GB is over the 5.0 GB limit"]
+    assert choice.rejected[0].cell["batch"] == 8
+    assert choice.rejected[0].why == ["5.67 GB is over the 5.0 GB limit"]
 
 
 def test_a_spill_is_rejected_even_where_the_record_says_that_it_fits():
     choice = pick([make_record(4, tok_s=2269), make_record(6, tok_s=1067, peak=4.9e9)])
-    assert choice.pick.step.batch == 4 and "spilled" in choice.rejected[0]["why"][0]
+    assert choice.pick.step.batch == 4
+    assert "spilled" in choice.rejected[0].why[0]
 
 
 def test_a_slow_cell_in_memory_that_was_found_fast_has_not_spilled():
     """An H200's host once made a small cell twice as slow; it has 147 GB."""
     records = [make_record(4, tok_s=2269), make_record(6, tok_s=1067, peak=4.9e9)]
-    assert choose(records, LIMIT, 2048, False, None, make_cliff("failure", 4.9e9, 5.0e9)).rejected == []
-    assert choose(records, LIMIT, 2048, False, None, make_cliff("collapse", 4.9e9, 5.0e9)).rejected != []
+    assert choose(records, LIMIT, Wish(2048), make_cliff("failure", 4.9e9, 5.0e9)).rejected == []
+    assert choose(records, LIMIT, Wish(2048), make_cliff("collapse", 4.9e9, 5.0e9)).rejected != []
 
 
 def test_cells_within_the_noise_of_the_pick_are_named():
@@ -65,7 +67,8 @@ def test_a_larger_cell_that_fits_where_a_smaller_one_failed_is_reported():
 def test_runners_up_say_what_they_cost_and_save():
     choice = pick([make_record(8, tok_s=1000, peak=4.5e9), make_record(1, tok_s=500, peak=2e9)])
     (other,) = choice.runners_up
-    assert other["hours_ratio"] == pytest.approx(2) and other["saves_bytes"] == 2_500_000_000
+    assert other.hours_ratio == pytest.approx(2)
+    assert other.saves_bytes == 2_500_000_000
 
 
 def test_every_engine_and_recompute_option_is_compared():
@@ -79,7 +82,8 @@ def test_every_engine_and_recompute_option_is_compared():
 def test_only_what_fits_is_picked(status):
     choice = pick([make_record(1, tok_s=10), make_record(4, tok_s=1e6, status=status, why="because")])
     assert choice.pick.step.batch == 1
-    assert choice.rejected == [{"cell": choice.rejected[0]["cell"], "why": [f"{status}: because"]}]
+    (rejected,) = choice.rejected
+    assert (rejected.step.batch, rejected.why) == (4, [f"{status}: because"])
 
 
 def test_near_the_fastest_the_leanest_is_taken():
@@ -141,4 +145,34 @@ def test_the_newest_record_counts():
 
 def test_runners_up_say_what_they_would_cost():
     choice = pick([make_record(4, tok_s=1000, peak=4e9), make_record(2, tok_s=800, peak=3e9)])
-    assert choice.runners_up[0]["hours_ratio"] == pytest.approx(1.25) and choice.runners_up[0]["peak_bytes"] == 3e9
+    assert choice.runners_up[0].hours_ratio == pytest.approx(1.25)
+    assert choice.runners_up[0].peak_bytes == 3e9
+
+
+def test_tokens_that_were_asked_for_may_be_a_fifth_off_and_no_more():
+    records = [make_record(4, 512)]
+    for wanted in (1720, 2500):
+        assert pick(records, wanted=wanted, asked=True).pick.step.tokens == 2048
+    for wanted in (1650, 2700):
+        with pytest.raises(NoPlan, match="tokens a step"):
+            pick(records, wanted=wanted, asked=True)
+
+
+def test_a_pick_with_four_fifths_of_the_tokens_is_not_told_to_lack_accumulation():
+    def told(wanted):
+        return any("no accumulation" in line for line in pick([make_record(4, 512)], wanted=wanted).why)
+    assert not told(2048 / 0.81)
+    assert told(2048 / 0.79)
+
+
+@pytest.mark.parametrize(("wanted", "accum"), [(2048 * 3.4, 3), (2048 * 3.6, 4)])
+def test_accumulation_is_the_whole_number_nearest_to_what_is_wanted(wanted, accum):
+    assert pick([make_record(4, 512, accum=2)], wanted=int(wanted)).pick.step.accum == accum
+
+
+def test_the_leanest_is_a_runner_up_however_slow_it_is():
+    quick = [make_record(b, tok_s=1000 - b, peak=4e9) for b in range(2, 12)]
+    leanest = make_record(1, tok_s=10, peak=1e9)
+    batches = [r.step.batch for r in pick([*quick, leanest]).runners_up]
+    assert len(batches) == 6
+    assert batches[-1] == 1

@@ -25,7 +25,7 @@ def record(batch, length, seconds=None, **other):
 
 
 def cell(batch, length):
-    return Cell("150M", batch, length)
+    return Cell.of("150M", batch, length)
 
 
 def test_eight_cells_of_the_form_tell_the_others_within_a_few_percent():

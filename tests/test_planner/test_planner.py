@@ -10,15 +10,14 @@ from helpers.made import SAMPLES, make_record, write_records
 from planner.decide.build import PlanRequest, build
 from planner.decide.choose import Candidate
 from planner.decide.defaults import optimizer, tokens_per_step
-from planner.decide.hours import Rates, cadence, overheads, steps_for
-from planner.decide.inputs import PlanInputs, of_model, read
+from planner.decide.hours import Rates, cadence, run_overheads, steps_for
+from planner.decide.inputs import PlanInputs, of_model, read_inputs
 from spillcliff.errors import NoPlan, UserError
 from trainer.config import ModelConfig, StepConfig
 from trainer.plan import Plan
 
 CASE = json.loads((SAMPLES / "gtx1060.json").read_text())
-ASK = PlanRequest(corpus_tokens=100_000_000, hours=None, epochs=1.0, length=None, tokens_per_step=None,
-               limit_bytes=5_000_000_000)
+ASK = PlanRequest(corpus_tokens=100_000_000, limit_bytes=5_000_000_000)
 RATES = {"disk_write_bytes_s": 1e8, "start_up_s": 5.0}
 
 
@@ -77,10 +76,11 @@ def test_a_card_s_run_waits_for_copies_and_the_last_write_alone():
     record = make_record(eval_s=0.5, setup_s=4.0)
     pick, size = Candidate(record, 1), 12 * record.model.parameters
     rates = Rates(5.0, 0.5e9, 1e9, 10e9)
-    assert overheads(pick, 1e8, 1000, 100, rates).checkpoint_s == pytest.approx(size / 1e9 + 9 * size / 10e9 + size / 0.5e9)
+    assert run_overheads(pick, 1e8, 1000, 100, rates).checkpoint_s == pytest.approx(size / 1e9 + 9 * size / 10e9 + size / 0.5e9)
     slow = dataclasses.replace(rates, disk_write_bytes_s=size / (150 * record.median_step_s))
-    held = overheads(pick, 1e8, 1000, 100, slow).checkpoint_s - overheads(pick, 1e8, 1000, 1000, slow).checkpoint_s
-    assert held == pytest.approx(9 * size / 10e9 + 9 * 50 * record.median_step_s)
+    waited_s = (run_overheads(pick, 1e8, 1000, 100, slow).checkpoint_s
+                - run_overheads(pick, 1e8, 1000, 1000, slow).checkpoint_s)
+    assert waited_s == pytest.approx(9 * size / 10e9 + 9 * 50 * record.median_step_s)
 
 
 def test_the_band_holds_the_raw_times_and_what_runs_differ_by():
@@ -102,19 +102,19 @@ def test_devices_are_never_mixed(tmp_path):
     here, there = make_record(), make_record(device="nvidia-h200")
     path = write_records(tmp_path / "both.jsonl", [here, there])
     with pytest.raises(UserError, match="nvidia-geforce-gtx-1060, nvidia-h200"):
-        read(tmp_path, (path,), None, print)
-    assert read(tmp_path, (path,), "nvidia-h200", print)[0] == [there]
+        read_inputs(tmp_path, (path,), None, print)
+    assert read_inputs(tmp_path, (path,), "nvidia-h200", print)[0] == [there]
     alone = write_records(tmp_path / "one.jsonl", [here])
-    assert read(tmp_path, (alone,), None, print)[0] == [here]
+    assert read_inputs(tmp_path, (alone,), None, print)[0] == [here]
     with pytest.raises(UserError, match="nvidia-geforce-gtx-1060"):
-        read(tmp_path, (alone,), "tpu", print)
+        read_inputs(tmp_path, (alone,), "tpu", print)
 
 
 def test_another_machines_records_are_not_taken_unnamed(tmp_path):
     """Those that come with a fresh clone, say."""
     write_records(tmp_path / "nvidia-geforce-gtx-1060/records.jsonl", [make_record()])
     with pytest.raises(UserError, match="probe grid.*nvidia-geforce-gtx-1060"):
-        read(tmp_path, (), None, print)
+        read_inputs(tmp_path, (), None, print)
 
 
 def test_this_machines_records_are_taken_among_others(tmp_path, monkeypatch):
@@ -123,7 +123,7 @@ def test_this_machines_records_are_taken_among_others(tmp_path, monkeypatch):
     write_records(tmp_path / "nvidia-geforce-gtx-1060/records.jsonl", [make_record()])
     write_records(tmp_path / "nvidia-h200/records.jsonl", [there])
     for name in (None, "cuda"):
-        assert read(tmp_path, (), name, print)[0] == [there]
+        assert read_inputs(tmp_path, (), name, print)[0] == [there]
 
 
 def test_models_are_never_mixed():

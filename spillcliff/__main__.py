@@ -1,0 +1,3 @@
+from spillcliff.cli import main
+
+main()
