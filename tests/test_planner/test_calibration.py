@@ -53,6 +53,18 @@ def test_receipts_that_disagree_widen_the_band():
     assert apart > 2 * same
 
 
+def test_the_spread_is_of_what_runs_share_and_of_their_own():
+    """Of a card nobody ran on 2% and 1%, independent; of two runs 8% to either side of the plan nearly their own spread,
+    held back by four receipts' worth of trust in 1%."""
+    assert calibrate([], [], GTX, None, Rates()).sd == pytest.approx(math.hypot(0.02, 0.01))
+    off = 0.08
+    own = math.sqrt((4 * 0.01**2 + 2 * off**2) / (4 + 2 - 1))
+    shared = 1 / math.sqrt(1 / 0.02**2 + 2 / own**2)
+    two = calibrate([run(math.exp(off)), run(math.exp(-off))], [], GTX, None, Rates())
+    assert two.sd == pytest.approx(math.hypot(shared, own))
+    assert two.tok_s == pytest.approx(1)
+
+
 def test_what_was_corrected_already_is_not_corrected_twice():
     """Planned with 0.95 and met: the measurement is still to be multiplied by 0.95."""
     again = calibrate([run(1.0, corrected=0.95)] * 5, [], GTX, None, Rates()).tok_s
