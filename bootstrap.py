@@ -18,7 +18,7 @@ VENV = os.path.join(ROOT, ".venv")
 STAMP = os.path.join(VENV, "spillcliff.json")
 LOG = os.path.join(VENV, "install.log")
 PYTHON = os.path.join(VENV, "Scripts", "python.exe") if os.name == "nt" else os.path.join(VENV, "bin", "python")
-OLDEST = (3, 10)
+OLDEST = (3, 11)
 
 
 def fail(message):
