@@ -77,9 +77,10 @@ def run_overheads(candidate: Candidate, corpus_tokens: float, steps: int, every:
     evaluations = times_due(steps, every)
     # beside the libraries: weights and first kernels, less the first step, which is one of the steps
     setup_s = None if r.setup_s is None else max(0.0, r.setup_s - candidate.median_step_s)
+    state_bytes = STATE_BYTES * candidate.model.parameters
     return Overheads(
         eval_s=None if r.eval_s is None else evaluations * batches * r.eval_s,
-        checkpoint_s=_checkpoints(evaluations - 1, STATE_BYTES * candidate.model.parameters, every * candidate.step_s, rates),
+        checkpoint_s=_checkpoints(evaluations - 1, state_bytes, every * candidate.step_s, rates),
         start_up_s=None if setup_s is None or rates.start_up_s is None else rates.start_up_s + setup_s)
 
 

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,8 +16,7 @@ from torch import Tensor
 from spillcliff.console import StopRequest
 from spillcliff.errors import UserError, is_card_lost, is_out_of_memory
 from spillcliff.files import Say, ignore, write_json
-from spillcliff.hardware import nvml
-from spillcliff.hardware.device import THROTTLED, device_facts, on_battery
+from spillcliff.hardware.device import device_facts
 from spillcliff.hardware.fingerprints import multi_device_name
 from spillcliff.hardware.usage import MemoryClaim, MemoryPeaks, process_seconds
 from spillcliff.schema import is_number
@@ -30,15 +29,14 @@ from trainer.run.distributed import ProcessGroup
 from trainer.run.log import RunLog, Throughput, live_line
 from trainer.run.receipt import Ledger, make_receipt
 from trainer.run.sample import Sampler
-from trainer.run.slowdown import Slowdown, SpeedReadings, find_slowdown, is_away
+from trainer.run.slowdown import is_away
+from trainer.run.speed_watch import SpeedWatch
 from trainer.run.step import TrainStep
 from trainer.run.tensorboard import EventFiles
 from trainer.run.timing import StepTimer, StepTimes
 from trainer.run_folder import RunFolder
 
 SEED = 0
-LOOK_EVERY_S = 20.0
-"""Seconds between two looks at the card: one takes some ms."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +95,8 @@ class Run:
         self.saver = checkpoint.Saver(self.folder, self.say)
         self.peaks = MemoryPeaks()
         self.out_of_memory: list[dict] = []
-        self.slowdowns: list[dict] = []
-        self.slowdown: Slowdown | None = None
-        self.looked_s, self.log_s = time.monotonic(), 0.0
+        self.speed_watch = SpeedWatch(self.plan, self.device, self.facts, self.claim)
+        self.log_s = 0.0
 
     def resume(self) -> None:
         """Takes the newest whole checkpoint; UserError if it is of another run or other data."""
@@ -243,40 +240,15 @@ class Run:
         if not (math.isfinite(times.loss) and math.isfinite(times.norm or 0)):
             self._stop_here(f"loss {times.loss} with gradient norm {times.norm} at step {number} "
                             f"({self.data.where(number - 1, plan.step)})", "with a lower lr in the plan")
-        if time.monotonic() - self.looked_s > LOOK_EVERY_S and self.throughput.recent_tok_s:
-            self._watch_speed(number, self.throughput.recent_tok_s)
+        if change := self.speed_watch.change(number, self.throughput):
+            self.say(f"step {number}: {change.line}")
+            self.log.write("trouble", number, what=change.cause, line=change.line)
         self.show(live_line(plan, number, times.loss, self.throughput, self.peaks.device_peak_bytes))
         seconds = time.perf_counter() - begin
         if is_pause:
             self.ledger.add("log_s", seconds)
         else:
             self.log_s += seconds
-
-    def _watch_speed(self, number: int, tok_s: float) -> None:
-        """Tells what costs speed, when it begins and when it ends."""
-        self.looked_s = time.monotonic()
-        before, now = self.slowdown, find_slowdown(self._speed_readings(tok_s), THROTTLED)
-        self.slowdown = now
-        if now and not (before and before.cause == now.cause):
-            line, cause = now.line, now.cause
-            self.slowdowns.append({"step": number, "what": cause, "line": line})
-        elif before and not now:
-            line, cause = f"{before.cause} is over: {tok_s:,.0f} tok/s", None
-        else:
-            return
-        self.say(f"step {number}: {line}")
-        self.log.write("trouble", number, what=cause, line=line)
-
-    def _speed_readings(self, tok_s: float) -> SpeedReadings:
-        readings = SpeedReadings(self.facts.kind, tok_s, self.plan.predicted.tok_s.low, self.throughput.recent_data_share,
-                                 on_battery=on_battery())
-        if self.device.type != "cuda":
-            return readings
-        now, others = nvml.readings(self.facts.uuid), self.claim.others(self.facts.uuid)
-        self.claim.watch_others()
-        return replace(readings, spilled_bytes=self.claim.non_local_growth_bytes(), throttle=int(now.get("throttle") or 0),
-                       temperature_c=now.get("temperature_c"), other_pid=others.pid, other_percent=others.busy_percent,
-                       reserved_bytes=torch.cuda.memory_reserved(self.device))
 
     def _stop_here(self, what: str, how: str) -> NoReturn:
         with contextlib.suppress(RuntimeError):
@@ -343,7 +315,7 @@ class Run:
             "checkpoint_s": spent["checkpoint_s"], "checkpoint_write_s": self.write_s_before + self.saver.write_s,
             "ledger": self.ledger.of_total(seconds), "first_val_loss": self.first_val_loss, "val_loss": self.val_loss,
             "loss": self.loss, "checkpoint_failures": self.saver.failures, "out_of_memory": self.out_of_memory,
-            "troubles": self.slowdowns, "from": self.came_from, "answer_share": self.data.answer_share,
+            "troubles": self.speed_watch.slowdowns, "from": self.came_from, "answer_share": self.data.answer_share,
             "software": self.facts.software, "ran_on": self.ran_on})
 
 
