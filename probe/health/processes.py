@@ -16,6 +16,8 @@ from probe.health.observation import Peer, Relation
 from probe.health.process_tree import cpu_seconds
 
 T = TypeVar("T")
+_TRAINER = re.compile(r"trainer[./\\](cli|__main__)|^trainer$|train(\.exe)?$")
+"""A part of a command line that makes it our `train`: python -m trainer, its file, or the script that pip installs."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def ask(process: psutil.Process, question: Callable[[psutil.Process], T]) -> T |
 def _trains_in(line: list[str], process: psutil.Process, run: Path) -> bool:
     """Whether a process is a `train` with this run folder."""
     for name, value in pairwise(line):
-        if name == "--run" and any(re.search(r"trainer[./\\]cli|train(\.exe)?$", part) for part in line[:4]):
+        if name == "--run" and any(_TRAINER.search(part) for part in line[:4]):
             return (Path(ask(process, psutil.Process.cwd) or ".") / value).resolve() == run.resolve()
     return False
 
