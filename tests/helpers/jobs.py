@@ -104,14 +104,14 @@ def findings_of(observer: JobObserver) -> dict[str, Finding]:
     return {finding.check: finding for finding in diagnose(observer.observation())}
 
 
-def wait_for_finding(observer: JobObserver, check: str, what: str) -> dict[str, Finding]:
-    """Takes samples until one finding is as it should be, and returns all of that moment."""
+def wait_for_findings(observer: JobObserver, **expected: str) -> dict[str, Finding]:
+    """Takes samples until what is found is as expected, {check: what}, and returns all that is found then."""
     begin = time.monotonic()
     while True:
         time.sleep(SAMPLE_EVERY_S)
         observer.sample()
         findings = findings_of(observer)
-        if check in findings and findings[check].what == what:
+        if expected.items() <= {check: finding.what for check, finding in findings.items()}.items():
             return findings
         assert time.monotonic() - begin < PATIENCE_S, findings
 

@@ -29,7 +29,8 @@ def series(count: int = 60, every_s: float = 0.25, **columns: Any) -> tuple[Samp
 
 
 def observation(samples: tuple[Sample, ...] = (), **changes: Any) -> Observation:
-    values: dict[str, Any] = {"pid": 10, "kind": "cpu", "seconds": 15.0, "state": "running", "cpu_s": 14.0, "samples": samples}
+    values: dict[str, Any] = {"pid": 10, "kind": "cpu", "seconds": 15.0, "state": "running", "cpu_s": 14.0,
+                              "samples": samples}
     return Observation(**values | changes)
 
 

@@ -22,7 +22,7 @@ from helpers.jobs import (
     processes,
     start_health,
     start_run,
-    wait_for_finding,
+    wait_for_findings,
 )
 from helpers.waiting import PATIENCE_S, wait_for
 
@@ -68,19 +68,19 @@ def findings(home):
         wait_for(lambda: RunFolder(home / RUN).checkpoint_steps())
         assert newest_running(results) == home / RUN
         observer = JobObserver.of_run(home / RUN, None, results, WINDOW)
-        states["well"] = wait_for_finding(observer, "speed", "steady")
+        states["well"] = wait_for_findings(observer, speed="steady")
         disorder(home, "evaluating")
-        states["evaluating"] = wait_for_finding(observer, "speed", "evaluation stall")
+        states["evaluating"] = wait_for_findings(observer, speed="evaluation stall")
         disorder(home, "starved")
-        states["starved"] = wait_for_finding(observer, "speed", "data bubble")
+        states["starved"] = wait_for_findings(observer, speed="data bubble")
         foreign = JobObserver(job.pid, None, None, results, WINDOW)
-        states["foreign"] = wait_for_finding(foreign, "speed", "data bubble")
+        states["foreign"] = wait_for_findings(foreign, speed="data bubble")
         if sys.platform != "win32":
             job.send_signal(signal.SIGSTOP)
-            states["paused"] = wait_for_finding(observer, "alive", "stopped")
+            states["paused"] = wait_for_findings(observer, alive="stopped")
             job.send_signal(signal.SIGCONT)
         disorder(home, "stuck")
-        states["stuck"] = wait_for_finding(observer, "alive", "stuck")
+        states["stuck"] = wait_for_findings(observer, alive="stuck")
         assert job.poll() is None  # which observing has not harmed
         watch = start_health(home, "--watch", "--json")
         assert watch.stderr
@@ -115,10 +115,10 @@ def test_doubled_processes_and_a_stub_of_another_program(tmp_path):
     """Beside one worker a stub costs nothing; a second worker is told."""
     with processes(tmp_path, "worker", "stub") as (worker, stub):
         of_worker, of_stub = (JobObserver(p.pid, None, "cpu", tmp_path, WINDOW) for p in (worker, stub))
-        assert f"the worker is pid {worker.pid} " in wait_for_finding(of_worker, "doubled", "stubs")["doubled"].line
-        assert f"the worker is pid {worker.pid} " in wait_for_finding(of_stub, "doubled", "stub")["doubled"].line
+        assert f"the worker is pid {worker.pid} " in wait_for_findings(of_worker, doubled="stubs")["doubled"].line
+        assert f"the worker is pid {worker.pid} " in wait_for_findings(of_stub, doubled="stub")["doubled"].line
         with processes(tmp_path, "worker") as (second,):
-            both = wait_for_finding(JobObserver(worker.pid, None, "cpu", tmp_path, WINDOW), "doubled", "doubled")
+            both = wait_for_findings(JobObserver(worker.pid, None, "cpu", tmp_path, WINDOW), doubled="doubled")
             assert both["doubled"].level == "bad"
             assert str(second.pid) in both["doubled"].line
 
@@ -129,12 +129,10 @@ def test_a_launcher_is_told_from_its_worker_and_an_edited_script_is_told(tmp_pat
         os.utime(script, (time.time() + 60,) * 2)
         child = psutil.Process(launcher.pid).children()[0].pid
         of_launcher, of_child = (JobObserver(pid, None, "cpu", tmp_path, WINDOW) for pid in (launcher.pid, child))
-        findings = wait_for_finding(of_launcher, "doubled", "launcher")
-        assert findings["alive"].level == "ok"
+        findings = wait_for_findings(of_launcher, alive="running", doubled="launcher", sources="newer")
         assert f"the worker is pid {child} " in findings["doubled"].line
-        assert findings["sources"].what == "newer"
         assert "job.py" in findings["sources"].line
-        assert f"the worker is pid {child} " in wait_for_finding(of_child, "doubled", "launcher")["doubled"].line
+        assert f"the worker is pid {child} " in wait_for_findings(of_child, doubled="launcher")["doubled"].line
 
 
 def test_sources_of_our_runs_are_looked_for_in_the_trainers_sub_folders(monkeypatch, tmp_path):
