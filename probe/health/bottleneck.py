@@ -122,7 +122,7 @@ def _memory_or_heat(o: Observation, pattern: UtilizationPattern) -> Finding | No
     is_full = bool(edge_bytes and used_bytes and used_bytes >= FULL_SHARE * edge_bytes)
     if moved_bytes > MOVED_BYTES or (is_full and non_local_bytes > NON_LOCAL_BYTES):
         return _speed("bad", "spill", f"{format_bytes(non_local_bytes)} of it lie in system memory, "
-                                      f"{format_bytes(moved_bytes)} more than when the look began, and "
+                                      f"{format_bytes(moved_bytes)} more than at the first reading, and "
                                       f"{format_bytes(used_bytes)} on the card: {FREE_IT}")
     if bits := _throttle_bits(o):
         return _throttling(o, bits)

@@ -63,7 +63,7 @@ def _gone(o: Observation, run: RunStatus | None) -> Finding:
         return _life("bad", "gone", f"pid {o.pid} has ended{now}")
     if o.pid is None:
         return _life("bad", "gone", f"its start failed, or it ended before its first step; {o.resume}")
-    at = f"after step {run.step} of {run.steps}" if run.step else "before its first step was through"
+    at = f"after step {run.step} of {run.steps}" if run.step else "before its first step was done"
     return _life("bad", "gone", f"its process {o.pid} has ended {at}{now}; {o.resume}")
 
 

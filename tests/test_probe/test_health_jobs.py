@@ -24,6 +24,7 @@ from helpers.jobs import (
     start_run,
     wait_for_findings,
 )
+from helpers.made import make_cliff
 from helpers.waiting import PATIENCE_S, wait_for
 
 from probe.health import job_files
@@ -31,6 +32,7 @@ from probe.health.cards import card_of
 from probe.health.diagnose import diagnose, lines
 from probe.health.observe import JobObserver, newest_running
 from probe.health.run_log import RunLogReader
+from probe.store import DeviceFolder
 from spillcliff.errors import UserError
 from spillcliff.hardware import nvml
 from trainer.plan import Plan
@@ -178,6 +180,28 @@ def test_the_card_of_a_job_is_the_one_that_it_holds_memory_on_or_ran_on(monkeypa
     monkeypatch.setattr(nvml, "processes", lambda uuid: {7: 10**9} if uuid == "GPU-2" else {8: 10**10})
     monkeypatch.setattr(nvml, "used_bytes", lambda uuid: 10**9)
     assert card_of({7}, ran_on, None) == uuid
+
+
+def test_a_job_on_a_card_is_observed_by_what_the_driver_says(monkeypatch, tmp_path):
+    """Its own memory and not all that is taken, the busiest of the others, the card's limits and its measured cliff."""
+    itself, cliff = os.getpid(), make_cliff("collapse", 5e9, 5.2e9)
+    cliff.save(DeviceFolder(tmp_path / "nvidia-geforce-gtx-1060").cliff)
+    answers = {
+        "uuids": ("GPU-1",), "names": ("NVIDIA GeForce GTX 1060",), "processes": {itself: 4 * 10**9, 7: 10**9},
+        "used_bytes": 5 * 10**9, "free_bytes": 10**9, "power_source": 1,
+        "utilization_since": {itself: 60.0, 7: 30.0, 8: 2.0},
+        "readings": {"utilization": 97.0, "clock_mhz": 1500.0, "throttle": 4}, "limits": {"clock_max_mhz": 1670.0}}
+    for name, answer in answers.items():
+        monkeypatch.setattr(nvml, name, lambda *arguments, answer=answer: answer)
+    observer = JobObserver(itself, None, None, tmp_path, WINDOW)
+    observer.sample()
+    o = observer.observation()
+    assert observer.title == f"pid {itself} on nvidia-geforce-gtx-1060"
+    assert (o.kind, o.card_bytes, o.fast_bytes, o.clock_max_mhz, o.power_limit_w) == (
+        "cuda", 6 * 10**9, cliff.device_bytes, 1670.0, None)
+    assert (o.other_pid, o.other_percent, o.on_battery) == (7, 30.0, True)
+    (sample,) = o.samples
+    assert (sample.memory_bytes, sample.utilization, sample.throttle, sample.power_w) == (4 * 10**9, 97.0, 4, None)
 
 
 def denied(*arguments):
