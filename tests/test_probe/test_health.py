@@ -136,10 +136,10 @@ def test_silence_is_measured_by_what_is_being_done(phase, usual_s, silent_s, wha
     ((Peer(12, 0.5, 900_000_000, "child"), Peer(13, 0.5, 900_000_000, "child")), WORKER, "alone", "ok"),
 ])
 def test_the_worker_is_told_from_stubs_and_never_to_be_ended(peers, itself, what, level):
-    found = next(f for f in diagnose(observation(series(), itself=itself, peers=peers)) if f.check == "doubled")
-    assert (found.what, found.level) == (what, level)
+    finding = next(f for f in diagnose(observation(series(), itself=itself, peers=peers)) if f.check == "doubled")
+    assert (finding.what, finding.level) == (what, level)
     for word in ("kill", "taskkill", "terminate", "end it", "close it"):
-        assert word not in found.line.lower()
+        assert word not in finding.line.lower()
 
 
 def test_a_table_keeps_to_the_width():
