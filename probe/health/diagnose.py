@@ -2,11 +2,11 @@
 
 import textwrap
 from collections.abc import Iterator
+from itertools import pairwise
 
-from probe.health.bottleneck import IDLE_PERCENT, speed
-from probe.health.observation import IDLE, LATE, Finding, Observed, Peer
-from probe.health.run_log import Page, is_silent
-from probe.health.utilization import DIPS
+from probe.health.bottleneck import IDLE_PERCENT, find_bottleneck
+from probe.health.observation import IDLE_SHARE, LATE_TIMES, Finding, Level, Observation, Peer, Relation
+from probe.health.run_log import RunStatus, is_silent
 from spillcliff.units import format_duration
 from trainer.run.slowdown import AWAY_S
 
@@ -14,146 +14,156 @@ STILL_BYTES = 4 << 20
 """Memory that moved less has not moved; assumed."""
 STILL_TIMES = 5.0
 """So many usual steps without a line, while nothing moves, are no slow step; assumed."""
+FEWEST_GAPS = 2
+"""Between a foreign program's saves, from which on they have a cadence; assumed."""
 STARTED_IT = "started it and waits, as the launcher of a venv does under Windows: harmless"
 
 
-def judge(o: Observed) -> list[Finding]:
-    """The findings: one on whether it is alive, the others as far as they were looked at."""
+def diagnose(o: Observation) -> list[Finding]:
+    """The findings: one on whether it is alive, the others as far as there is something to go by."""
     alive = _alive(o)
     if o.state == "gone":
         return [alive]
-    pace = speed(o) if alive.what == "running" and o.samples else []
-    return [alive, *pace, *_checkpoints(o), *_doubled(o), *_sources(o)]
+    speed = find_bottleneck(o) if alive.what == "running" and o.samples else []
+    return [alive, *speed, *_checkpoints(o), *_doubled(o), *_sources(o)]
 
 
-def _alive(o: Observed) -> Finding:
+def _alive(o: Observation) -> Finding:
     if o.state == "gone":
         return _gone(o, o.page)
-    page, used = o.page, f"{o.cpu_s:.1f} s of processor time in {o.seconds:.0f} s"
+    run, used = o.page, f"{o.cpu_s:.1f} s of processor time in {o.seconds:.0f} s"
     if o.state == "stopped":
-        return _is("bad", "stopped", f"pid {o.pid} is paused (Ctrl-Z, a debugger, SIGSTOP; {used}): it goes on by `fg` in "
-                                     f"its terminal or by SIGCONT, nothing is lost")
+        return _life("bad", "stopped", f"pid {o.pid} is paused (Ctrl-Z, a debugger, SIGSTOP; {used}): it goes on by `fg` in "
+                                       f"its terminal or by SIGCONT, nothing is lost")
     if o.itself and o.itself.is_stub and {p.relation for p in o.peers if not p.is_stub} == {"other"}:
-        return _is("ok", "stub", f"{o.itself} is not the worker: see doubled")
-    still = _is_still(o)
-    if page is None:
-        if still:
-            return _is("bad", "stuck", f"nothing moves: {used}, no change of memory{_idle(o)}. It may wait for a disk or a "
-                                       f"network: look longer, --seconds {max(60, 4 * o.seconds):.0f}")
-        return _is("ok", "running", used)
-    usual = "" if page.usual_s is None else f", which takes {page.usual_s:.3g} s as a rule"
-    if is_silent(page) or (still and not page.lines and page.silent_s > STILL_TIMES * (page.usual_s or AWAY_S)):
-        moves = f"no change of memory{_idle(o)}" if still else "so it computes, or waits in a loop"
-        return _is("bad", "stuck", f"no line in the log for {format_duration(page.silent_s)}, in {_doing(page)}{usual}; "
-                                   f"{used}, {moves}. Its newest checkpoint is whole whatever becomes of it")
-    return _is("ok", "running", f"{used}; {page.lines} log lines meanwhile, the last of step {page.step} of {page.steps}, "
-                                f"{format_duration(page.silent_s)} ago")
+        return _life("ok", "stub", f"{o.itself} is not the worker: see doubled")
+    is_still, card = _is_still(o), ", the card idle" if o.kind == "cuda" else ""
+    if run is None:
+        if is_still:
+            return _life("bad", "stuck", f"nothing moves: {used}, no change of memory{card}. It may wait for a disk or a "
+                                         f"network: look longer, --seconds {max(60, 4 * o.seconds):.0f}")
+        return _life("ok", "running", used)
+    has_stopped = is_still and not run.lines and run.silent_s > STILL_TIMES * (run.usual_s or AWAY_S)
+    if has_stopped or is_silent(run):
+        usual = "" if run.usual_s is None else f", which takes {run.usual_s:.3g} s as a rule"
+        moves = f"no change of memory{card}" if is_still else "so it computes, or waits in a loop"
+        return _life("bad", "stuck", f"no line in the log for {format_duration(run.silent_s)}, in {_doing(run)}{usual}; "
+                                     f"{used}, {moves}. Its newest checkpoint stays whole whatever becomes of it")
+    return _life("ok", "running", f"{used}; {run.lines} log lines meanwhile, the last of step {run.step} of {run.steps}, "
+                                  f"{format_duration(run.silent_s)} ago")
 
 
-def _gone(o: Observed, page: Page | None) -> Finding:
-    if page and page.finished:
-        return _is("ok", "finished", f"the run is through, all {page.steps} steps; its receipt is in {page.run}")
-    if page and o.held:
-        return _is("ok", "starting", f"a process has {page.run} and has not come to its first step: look again in a while")
+def _gone(o: Observation, run: RunStatus | None) -> Finding:
+    if run and run.finished:
+        return _life("ok", "finished", f"all {run.steps} steps are done; its receipt is in {run.run}")
+    if run and o.held:
+        return _life("ok", "starting", f"a process has {run.run} and has not come to its first step: look again in a while")
     now = f"; pid {o.pid} is another program by now, {o.reused}" if o.reused else ""
-    if page is None:
-        return _is("bad", "gone", f"pid {o.pid} has ended{now}")
+    if run is None:
+        return _life("bad", "gone", f"pid {o.pid} has ended{now}")
     if o.pid is None:
-        return _is("bad", "gone", f"its start failed, or it ended before its first step; {o.resume}")
-    at = f"after step {page.step} of {page.steps}" if page.step else "before its first step was through"
-    return _is("bad", "gone", f"its process {o.pid} has ended {at}{now}; {o.resume}")
+        return _life("bad", "gone", f"its start failed, or it ended before its first step; {o.resume}")
+    at = f"after step {run.step} of {run.steps}" if run.step else "before its first step was done"
+    return _life("bad", "gone", f"its process {o.pid} has ended {at}{now}; {o.resume}")
 
 
-def _is(level: str, what: str, line: str) -> Finding:
+def _life(level: Level, what: str, line: str) -> Finding:
     return Finding("alive", level, what, line)
 
 
-def _is_still(o: Observed) -> bool:
+def _is_still(o: Observation) -> bool:
     """Whether nothing of it moved: no processor time, no memory, no work on the card."""
-    memory = o.told("memory_bytes")
-    return (o.cpu_s < IDLE * o.seconds and (not memory or max(memory) - min(memory) <= STILL_BYTES)
+    memory_bytes = o.readings("memory_bytes")
+    return (o.cpu_s < IDLE_SHARE * o.seconds
+            and (not memory_bytes or max(memory_bytes) - min(memory_bytes) <= STILL_BYTES)
             and (o.highest("utilization") or 0) < IDLE_PERCENT)
 
 
-def _idle(o: Observed) -> str:
-    return ", the card idle" if o.kind == "cuda" else ""
+def _doing(run: RunStatus) -> str:
+    return {"step": f"step {run.step + 1}", "start-up": "its start or first evaluation",
+            "evaluation": "an evaluation", "checkpoint": "a checkpoint"}[run.phase]
 
 
-def _doing(page: Page) -> str:
-    return {"step": f"step {page.step + 1}", "start-up": "its start or first evaluation",
-            "evaluation": "an evaluation", "checkpoint": "a checkpoint"}[page.phase]
-
-
-def _checkpoints(o: Observed) -> Iterator[Finding]:
+def _checkpoints(o: Observation) -> Iterator[Finding]:
     """Against the log's clock; of another program, against the gaps between its own."""
-    page = o.page
-    if page:
-        yield Finding("checkpoints", *_cadence(page))
+    if o.page:
+        yield _cadence(o.page)
     elif o.saves:
-        (name, age_s), gaps = o.saves[0], [b[1] - a[1] for a, b in zip(o.saves, o.saves[1:], strict=False)]
+        name, age_s = o.saves[0]
+        gaps = [older_s - newer_s for (_, newer_s), (_, older_s) in pairwise(o.saves)]
         newest = f"{name} was written {format_duration(age_s)} ago"
-        if len(gaps) >= DIPS - 1 and age_s > LATE * max(gaps):
-            yield Finding("checkpoints", "warn", "late", f"{newest}, where {format_duration(max(gaps))} at most lay between "
-                          f"those before: it is stuck, in a long evaluation, or has not beaten its best since")
+        if len(gaps) >= FEWEST_GAPS and age_s > LATE_TIMES * max(gaps):
+            yield _saves("warn", "late", f"{newest}, where {format_duration(max(gaps))} at most lay between those before: "
+                                         f"it is stuck, in a long evaluation, or has not beaten its best since")
         else:
-            yield Finding("checkpoints", "ok", "seen", newest)
+            yield _saves("ok", "seen", newest)
 
 
-def _cadence(page: Page) -> tuple[str, str, str]:
-    """(level, what, line) of a run's checkpoints."""
-    def after(steps) -> str:
-        return f"{steps} steps" + (f" ({format_duration(steps * page.mean_s)})" if page.mean_s else "")
+def _cadence(run: RunStatus) -> Finding:
+    def duration(steps: int) -> str:
+        return f"{steps} steps" + (f" ({format_duration(steps * run.mean_s)})" if run.mean_s else "")
 
-    due = page.step // page.save_every * page.save_every
-    ahead = min(due + page.save_every, page.steps) - page.step
-    line = f"every {after(page.save_every)}" + (f", the next in {after(ahead)}" if ahead else "")
-    is_past = page.step > due > 0  # at the step itself it may be under way
-    newest = max(page.kept or 0, page.logged or 0)
+    due = run.step // run.save_every * run.save_every
+    ahead = min(due + run.save_every, run.steps) - run.step
+    cadence = f"every {duration(run.save_every)}" + (f", the next in {duration(ahead)}" if ahead else "")
+    is_past = run.step > due > 0  # at the step itself it may be under way
+    newest = max(run.kept or 0, run.logged or 0)
+    if not newest and is_past:
+        return _saves("bad", "missing", f"{cadence}; none so far at step {run.step}")
     if not newest:
-        return ("bad", "missing", f"{line}; none so far at step {page.step}") if is_past else ("ok", "none yet", line)
-    ago_s = page.since_save_s
-    at = f"the newest is of step {newest}" + ("" if ago_s is None else f", {format_duration(ago_s)} ago")
+        return _saves("ok", "none yet", cadence)
+    ago = "" if run.since_save_s is None else f", {format_duration(run.since_save_s)} ago"
     if is_past and newest < due:
-        return "bad", "late", f"{line}; step {page.step} is done and {at}"
-    if page.logged and (page.kept or 0) < page.logged and (ago_s or 0) > AWAY_S + LATE * (page.save_s or 0):
-        return ("bad", "not written", f"{line}; {at} by the log, but its folder holds "
-                                      f"{f'none after step {page.kept}' if page.kept else 'none'}: is the disk full?")
-    return "ok", "on cadence", f"{line}; {at}"
+        return _saves("bad", "late", f"{cadence}; step {run.step} is done and the newest is of step {newest}{ago}")
+    if run.logged and (run.kept or 0) < run.logged and (run.since_save_s or 0) > AWAY_S + LATE_TIMES * (run.save_s or 0):
+        return _saves("bad", "not written", f"{cadence}; the newest is of step {newest}{ago} by the log, but its folder "
+                      f"holds {f'none after step {run.kept}' if run.kept else 'none'}: is the disk full?")
+    return _saves("ok", "on cadence", f"{cadence}; the newest is of step {newest}{ago}")
 
 
-def _doubled(o: Observed) -> Iterator[Finding]:
-    """Which process of the same command line is the worker. Never which one to end: what looks idle may hold days' work."""
+def _saves(level: Level, what: str, line: str) -> Finding:
+    return Finding("checkpoints", level, what, line)
+
+
+def _doubled(o: Observation) -> Iterator[Finding]:
+    """Which process of the same command line is the worker. Never which one to end: what looks idle may have computed for
+    days."""
     if o.itself is None:
         return
 
-    def named(peers: list[Peer]) -> str:
-        return ", ".join(map(str, peers))
-
-    def of(relation: str, is_stub: bool) -> list[Peer]:
+    def peers(relation: Relation, is_stub: bool) -> list[Peer]:
         return [p for p in o.peers if p.relation == relation and p.is_stub is is_stub]
 
-    me, children, rivals, dead = o.itself, of("child", False), of("other", False), of("other", True)
-    if me.is_stub and (children or rivals):
+    itself, children, rivals, dead = o.itself, peers("child", False), peers("other", False), peers("other", True)
+    if itself.is_stub and (children or rivals):
         worker = max(children or rivals, key=lambda p: p.cpu_share)
-        said = f"the worker is {worker}: leave it alone, look at it with --pid {worker.pid}; {me} "
+        line = f"the worker is {worker}: leave it alone, look at it with --pid {worker.pid}; {itself} "
         if children:
-            yield Finding("doubled", "ok", "launcher", f"{said}{STARTED_IT}")
+            yield _double("ok", "launcher", f"{line}{STARTED_IT}")
         else:
-            yield Finding("doubled", "warn", "stub", f"{said}is a dead stub of the same command line")
+            yield _double("warn", "stub", f"{line}is a dead stub of the same command line")
     elif rivals:
-        yield Finding("doubled", "bad", "doubled", f"several are at work on the same: {named([me, *rivals])}. They share "
-                      f"the card and may overwrite each other's files; all are alive, so see first whose files grow")
+        yield _double("bad", "doubled", f"several are at work on the same: {_listed([itself, *rivals])}. They share the "
+                      f"card and may overwrite each other's files; all are alive, so see first whose files grow")
     elif dead:
-        yield Finding("doubled", "warn", "stubs", f"the worker is {me}: leave it alone; dead stubs of the same command "
-                      f"line, which cost nothing: {named(dead)}")
-    elif launchers := of("parent", True):
-        yield Finding("doubled", "ok", "launcher", f"the worker is {me}; {named(launchers)} {STARTED_IT}")
+        yield _double("warn", "stubs", f"the worker is {itself}: leave it alone; dead stubs of the same command line, which "
+                                       f"cost nothing: {_listed(dead)}")
+    elif launchers := peers("parent", True):
+        yield _double("ok", "launcher", f"the worker is {itself}; {_listed(launchers)} {STARTED_IT}")
     else:
         own = f" but {len(children)} children of its own" if children else ""
-        yield Finding("doubled", "ok", "alone", f"no other process has its command line{own}")
+        yield _double("ok", "alone", f"no other process has its command line{own}")
 
 
-def _sources(o: Observed) -> Iterator[Finding]:
+def _listed(peers: list[Peer]) -> str:
+    return ", ".join(map(str, peers))
+
+
+def _double(level: Level, what: str, line: str) -> Finding:
+    return Finding("doubled", level, what, line)
+
+
+def _sources(o: Observation) -> Iterator[Finding]:
     if o.newer:
         named = ", ".join(f"{name} ({format_duration(after_s)} after the start)" for name, after_s in o.newer[:3])
         more = f" and {len(o.newer) - 3} more" if len(o.newer) > 3 else ""

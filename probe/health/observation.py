@@ -1,56 +1,62 @@
-"""What was seen of a job that runs, and what is found in it."""
+"""What was observed of a job that runs, and what is found in it."""
 
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
-from probe.health.run_log import Page
+from probe.health.run_log import RunStatus
 from probe.health.utilization import Sample
 from spillcliff.units import format_bytes
 
-IDLE = 0.01
-"""Share of a core below which a process does nothing: a dead stub used none, a loop that waits polls a little."""
+IDLE_SHARE = 0.01
+"""Of a core, below which a process does nothing: a dead stub used none, a loop that waits polls a little."""
 STUB_BYTES = 32 << 20
 """Dead stubs and launchers held some 4 MB, a bare interpreter holds 10, one that has imported torch hundreds."""
-LATE = 3.0
+LATE_TIMES = 3.0
 """So many usual times of an evaluation, or gaps between saves, are late; assumed."""
+
+Relation = Literal["itself", "parent", "child", "other"]
+State = Literal["running", "stopped", "gone"]
+Level = Literal["ok", "warn", "bad"]
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A process of the same command line and folder, or the same run folder: the share of a core it used meanwhile, and what
-    it is to the job, "parent", "child" or "other" ("itself" for the job)."""
+    """The job itself, or a process of the same command line and folder, or the same run folder: the share of a core that it
+    used while the job was observed, and what it is to the job."""
 
     pid: int
     cpu_share: float
     rss_bytes: int
-    relation: str
+    relation: Relation
 
     @property
     def is_stub(self) -> bool:
-        return self.cpu_share < IDLE and self.rss_bytes < STUB_BYTES
+        return self.cpu_share < IDLE_SHARE and self.rss_bytes < STUB_BYTES
 
     def __str__(self) -> str:
         return f"pid {self.pid} ({self.cpu_share:.1%} of a core, {format_bytes(self.rss_bytes)})"
 
 
 @dataclass(frozen=True)
-class Observed:
-    """All that was seen of a job over `seconds`; None where it was not told.
+class Observation:
+    """All that was observed of a job over `seconds`; None where it was not told. The fields are those of --json's
+    `observed`.
 
-    `state` is running, stopped or gone; `reused` the program that has its pid now, if another one; `page` what the folder of
-    a run of ours says, `resume` how to go on with it, `held` whether a process has that folder; `cpu_s` the processor time
-    that its tree used; `samples` in order of time; `newer` (source file, seconds it is younger than the process); `saves`
-    (name, age in seconds) of the checkpoint-like files of another program, newest first; `fast_bytes` the card's cliff; the
-    last fields are of the card and the busiest of its other users.
+    `reused` is the program that has its pid now, if another one; `page` what the folder of a run of ours says, `resume` how
+    to go on with it, `held` whether a process has that folder locked; `cpu_s` the processor time that its tree used;
+    `samples` in order of time; `newer` (source file, seconds it is younger than the process); `saves` (name, age in seconds)
+    of the checkpoint-like files of another program, newest first; `fast_bytes` the card's cliff; the last fields are of the
+    card and the busiest of its other users.
     """
 
     pid: int | None
-    kind: str
+    kind: Literal["cuda", "cpu"]
     seconds: float
-    state: str
+    state: State
     cpu_s: float = 0.0
     samples: tuple[Sample, ...] = ()
-    page: Page | None = None
+    page: RunStatus | None = None
     resume: str = ""
     reused: str | None = None
     held: bool = False
@@ -66,26 +72,26 @@ class Observed:
     other_pid: int | None = None
     other_percent: float | None = None
 
-    def told(self, name: str) -> list:
-        """The readings of one kind, without those that were not told."""
+    def readings(self, name: str) -> list[float]:
+        """The values of one field of the samples, without those that were not told."""
         return [value for s in self.samples if (value := getattr(s, name)) is not None]
 
-    def typical(self, name: str) -> float | None:
-        return median(values) if (values := self.told(name)) else None
+    def median(self, name: str) -> float | None:
+        return median(values) if (values := self.readings(name)) else None
 
     def highest(self, name: str) -> float | None:
-        return max(self.told(name), default=None)
+        return max(self.readings(name), default=None)
 
     def last(self, name: str) -> float | None:
-        return values[-1] if (values := self.told(name)) else None
+        return values[-1] if (values := self.readings(name)) else None
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One verdict: `check` is alive, speed, checkpoints, doubled or sources, `level` ok, warn or bad, `what` its name, and
-    `line` the evidence and what to do."""
+    """One verdict: `check` is alive, speed, checkpoints, doubled or sources, `what` its name, and `line` the evidence and
+    what to do."""
 
     check: str
-    level: str
+    level: Level
     what: str
     line: str

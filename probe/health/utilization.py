@@ -1,22 +1,29 @@
-"""The shape of a series of readings of a job, of how busy it keeps its card or its cores: pure."""
+"""The pattern in a series of readings of how busy a job keeps its card or its cores: pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, quantiles
+from typing import Literal
 
-LOW = 70.0
-"""Percent of busyness below which a reading is low: a starved card read 29 to 42 between bursts of 97 to 99 (a GTX 1060)."""
-STARVED = 50.0
+LOW_PERCENT = 70.0
+"""Busyness below which a reading is low: a starved card read 29 to 42 between bursts of 97 to 99 (a GTX 1060)."""
+STARVED_PERCENT = 50.0
 """Always below it is a bubble in steps too short to be told apart, by that card's owner's rule."""
-SATURATED = 85.0
-CONTRAST = 25.0
-"""Points between the means of the high and of the low readings, below which they are one noisy level; assumed."""
+SATURATED_PERCENT = 85.0
+CONTRAST_POINTS = 25.0
+"""Percentage points between the means of the high and of the low readings, below which they are one noisy level; assumed."""
 PLATEAU_S = 4.0
-"""A low stretch from here on is no gap between steps; a GTX 1060's step takes 0.9 s. Assumed."""
-FEW = 0.1
-"""Share of low time that is not looked into: a checkpoint's copy, a line of the log."""
+"""A low period from here on is no gap between steps; a GTX 1060's step takes 0.9 s. Assumed."""
+NEGLIGIBLE_SHARE = 0.1
+"""Share of low time that needs no cause: a checkpoint's copy, a line of the log."""
 DIPS = 3
-"""So many short low stretches, or DIPS_SHARE of the time, are a rhythm; fewer are a pause."""
+"""So many short low periods, or DIPS_SHARE of the time, recur; fewer are a pause."""
 DIPS_SHARE = 0.25
+
+PatternName = Literal["steady", "dips", "plateaus", "starved", "middling"]
+"""Dips are short gaps, again and again, plateaus long ones; starved is low throughout, middling one level in between."""
+Period = tuple[float, float]
+"""When something began and ended, in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -39,26 +46,26 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Rhythm:
-    """`name` is steady, dips (short gaps, again and again), plateaus (long ones), starved (low throughout) or middling;
-    busyness in percent, `high` and `low` the means of the readings above and below LOW, memory in bytes beside each;
-    `stretches` are the low times as (begin, end), `worst_s` the longest."""
+class UtilizationPattern:
+    """How busyness goes up and down. `high_percent` and `low_percent` are the means of the readings above and below
+    LOW_PERCENT (None without any), with the mean memory at each; `low_share` is the part of the readings that are low, and
+    `low_periods` when they were."""
 
-    name: str
-    mean: float
-    high: float | None
-    low: float | None
+    name: PatternName
+    mean_percent: float
+    high_percent: float | None
+    low_percent: float | None
     low_share: float
     high_bytes: float | None
     low_bytes: float | None
-    stretches: tuple[tuple[float, float], ...]
+    low_periods: tuple[Period, ...]
 
     @property
-    def worst_s(self) -> float:
-        return max((end - begin for begin, end in self.stretches), default=0.0)
+    def longest_low_s(self) -> float:
+        return max((end - begin for begin, end in self.low_periods), default=0.0)
 
 
-def busyness(samples: tuple[Sample, ...]) -> list[float]:
+def busy_percents(samples: Sequence[Sample]) -> list[float]:
     """Percent of the card at each reading; of a processor, percent of as many cores as the job keeps busy when it is busy,
     which is one at least."""
     if any(s.utilization is not None for s in samples):
@@ -68,41 +75,46 @@ def busyness(samples: tuple[Sample, ...]) -> list[float]:
     return [min(100.0, 100 * p / cores) for p in percents]
 
 
-def rhythm(samples: tuple[Sample, ...]) -> Rhythm:
-    """What the readings, in order of time and at least one, look like; each stands for the time since the one before."""
-    busy = busyness(samples)
-    is_low = [b < LOW for b in busy]
-    high, low = ([b for b in busy if (b < LOW) is which] for which in (False, True))
-    stretches = _stretches(samples, is_low)
-    share, average = len(low) / len(busy), mean(busy)
-    held = [[s.memory_bytes for s, b in zip(samples, busy, strict=True) if (b < LOW) is which and s.memory_bytes is not None]
-            for which in (False, True)]
-    return Rhythm(_name(share, average, high, low, stretches), average, _mean(high), _mean(low), share, *map(_mean, held),
-                  stretches)
+def utilization_pattern(samples: Sequence[Sample]) -> UtilizationPattern:
+    """The pattern of one reading or more, in order of time; each stands for the time since the one before."""
+    busy = busy_percents(samples)
+    is_low = [percent < LOW_PERCENT for percent in busy]
+    high = [percent for percent in busy if percent >= LOW_PERCENT]
+    low = [percent for percent in busy if percent < LOW_PERCENT]
+    low_periods = _low_periods(samples, is_low)
+    return UtilizationPattern(
+        name=_name(high, low, low_periods), mean_percent=mean(busy), high_percent=_mean(high), low_percent=_mean(low),
+        low_share=len(low) / len(busy), high_bytes=_mean(_memory_where(samples, is_low, False)),
+        low_bytes=_mean(_memory_where(samples, is_low, True)), low_periods=low_periods)
 
 
-def _name(share: float, average: float, high: list[float], low: list[float], stretches) -> str:
-    if share < FEW:
+def _memory_where(samples: Sequence[Sample], is_low: list[bool], wanted: bool) -> list[int]:
+    return [s.memory_bytes for s, low in zip(samples, is_low, strict=True) if low is wanted and s.memory_bytes is not None]
+
+
+def _name(high: list[float], low: list[float], low_periods: tuple[Period, ...]) -> PatternName:
+    average, low_share = mean(high + low), len(low) / (len(high) + len(low))
+    if low_share < NEGLIGIBLE_SHARE:
         return "steady"
-    if average < STARVED and (not high or share > 1 - FEW):
+    if average < STARVED_PERCENT and (not high or low_share > 1 - NEGLIGIBLE_SHARE):
         return "starved"
-    if not high or mean(high) - mean(low) < CONTRAST:
-        return "steady" if average >= SATURATED else "middling"
-    lengths = [end - begin for begin, end in stretches]
-    if sum(length for length in lengths if length >= PLATEAU_S) >= sum(lengths) / 2:
+    if not high or mean(high) - mean(low) < CONTRAST_POINTS:
+        return "steady" if average >= SATURATED_PERCENT else "middling"
+    seconds = [end - begin for begin, end in low_periods]
+    if sum(s for s in seconds if s >= PLATEAU_S) >= sum(seconds) / 2:
         return "plateaus"
-    return "dips" if len(lengths) >= DIPS or share >= DIPS_SHARE else "steady"
+    return "dips" if len(seconds) >= DIPS or low_share >= DIPS_SHARE else "steady"
 
 
-def _stretches(samples, is_low: list[bool]) -> tuple[tuple[float, float], ...]:
-    found: list[list[float]] = []
+def _low_periods(samples: Sequence[Sample], is_low: list[bool]) -> tuple[Period, ...]:
+    periods: list[Period] = []
     for i, low in enumerate(is_low):
         if low and i and is_low[i - 1]:
-            found[-1][1] = samples[i].at_s
+            periods[-1] = periods[-1][0], samples[i].at_s
         elif low:
-            found.append([samples[i - 1].at_s if i else samples[i].at_s, samples[i].at_s])
-    return tuple((begin, end) for begin, end in found)
+            periods.append((samples[max(0, i - 1)].at_s, samples[i].at_s))
+    return tuple(periods)
 
 
-def _mean(values: list) -> float | None:
+def _mean(values: Sequence[float]) -> float | None:
     return mean(values) if values else None

@@ -1,17 +1,19 @@
-"""On a card: a run that is well and one that is starved on purpose are named, by their folder and as any other process."""
+"""On a card: a run that is well and then starved on purpose is named, by its folder and as any other process."""
 
 import dataclasses
 
 import pytest
-from helpers.jobs import SLEEPS, end, health, log_lines, start, verdicts, wait_for
+from helpers.jobs import WINDOW, disorder, end, start_run, wait_for_findings
 from helpers.runs import make_home, receipt
+from helpers.waiting import wait_for
 
+from probe.health.observe import JobObserver
 from trainer.config import ModelConfig, StepConfig
 from trainer.plan import Plan, Span
+from trainer.run_folder import RunFolder
 
 pytestmark = pytest.mark.gpu
 CUDA = ("--device", "cuda")
-STARVED = SLEEPS + "slow(tokens.Tokens, 'batch', 0.4)"
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +28,20 @@ def home(tmp_path_factory):
     return home
 
 
-@pytest.mark.parametrize(("name", "code", "expected"), [
-    ("well", "", ("ok", "steady")), ("starved", STARVED, ("bad", "data bubble"))])
-def test_a_run_on_a_card_is_named_from_inside_and_from_outside(home, name, code, expected):
-    job = start(home, code, name, *CUDA)
+def test_a_run_on_a_card_is_named_from_inside_and_from_outside(home):
+    folder = RunFolder(home / "job")
+    job = start_run(home, "job", *CUDA)
     try:
-        wait_for(lambda: log_lines(home / name) > 30)
-        looks = [health(home, "--seconds", "8", "--json", *which) for which in (("--run", name), ("--pid", job.pid))]
-        for look in looks:
-            told = verdicts(look)
-            print(told)
-            assert told["alive"][:2] == ("ok", "running") and told["speed"][:2] == expected
-            assert "card" in told["speed"][2]
+        wait_for(lambda: folder.log.exists() and folder.log.read_text().count("\n") > 30)
+        observers = [JobObserver.of_run(folder.path, None, home / "results", 4 * WINDOW),
+                     JobObserver(job.pid, None, None, home / "results", 4 * WINDOW)]
+        for state, level, what in (("", "ok", "steady"), ("starved", "bad", "data bubble")):
+            disorder(home, state)
+            for observer in observers:
+                findings = wait_for_findings(observer, alive="running", speed=what)
+                print(findings)
+                assert findings["speed"].level == level
+                assert "card" in findings["speed"].line
         assert job.poll() is None
     finally:
         end(job)
