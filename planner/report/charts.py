@@ -165,7 +165,7 @@ def models(page: PageData, size: Size) -> Drawing | None:
     drawing = Drawing.blank(size, height=60 + 28 * len(rows), columns=3)
     columns: tuple[tuple[str, list[float | None], Callable[[object], str]], ...] = (
         ("tok/s", [r.tok_s for r in rows], tok_s_text), ("peak memory", [r.peak_bytes for r in rows], bytes_text),
-        ("time", [r.hours and r.hours.mid for r in rows], hours_text))
+        ("time", [r.hours.mid if r.hours else None for r in rows], hours_text))
     for axis, (name, values, text) in zip(drawing.axes, columns, strict=True):
         largest = max(v or 0 for v in values) or 1
         shares = [(v or 0) / largest for v in values]

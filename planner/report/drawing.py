@@ -76,7 +76,7 @@ class Drawing:
 
     def png(self, title: str) -> bytes:
         """With a title, as it stands alone."""
-        self.figure.suptitle(title, fontsize=TEXT_PX, x=0.01, ha="left", parse_math=False)
+        self.figure.suptitle(title, fontsize=TEXT_PX, color=COLOURS["ink"], x=0.01, ha="left", parse_math=False)
         picture = io.BytesIO()
         self.figure.savefig(picture, format="png", dpi=PNG_DPI, facecolor=COLOURS["sheet"])
         return picture.getvalue()
@@ -110,6 +110,7 @@ def _ends(axis: Any, width: float, height: float) -> str:
     return "".join(f' data-{name}="{" ".join(repr(float(v)) for v in values)}"' for name, values in (("x", x), ("y", y)))
 
 
+GEOMETRY: tuple[str, ...] = ("d", "x", "y", "transform")
 _NUMBER = re.compile(r"-?\d+\.\d+")
 _COLOUR_NAMES = {colour: name for name, colour in COLOURS.items()}
 
@@ -122,7 +123,7 @@ def _markup(element: ElementTree.Element, prefix: str, titles: dict[str, str]) -
         return ""
     content = html.escape(element.text or "") if tag == "text" else "".join(
         _markup(child, prefix, titles) for child in element)
-    attributes = {name: _short(element.attrib[name]) for name in ("d", "x", "y", "transform") if name in element.attrib}
+    attributes: dict[str, str] = {name: _short(element.attrib[name]) for name in GEOMETRY if name in element.attrib}
     if attributes.get("transform", "").startswith("rotate(-0"):
         del attributes["transform"]
     if tag == "path" and gid:
@@ -148,7 +149,7 @@ def _short(value: str) -> str:
 
 
 def _style(style: str) -> str:
-    weight = ";font-weight:600" if re.search(r"font: bold|font-weight: bold", style) else ""
+    weight = ";font-weight:600" if "font-weight: 700" in style else ""
     kept = [part.strip().replace(": ", ":") for part in style.split(";") if part.strip() and not part.strip().startswith(
         ("font", "stroke-linejoin", "stroke-linecap", "stroke-miterlimit"))]
     return re.sub("#[0-9a-f]{6}", lambda m: f"var(--{_COLOUR_NAMES.get(m[0], 'ink')})", ";".join(kept)) + weight

@@ -151,7 +151,7 @@ def _estimates(cells: CellMap) -> dict[Place, Estimate]:
     except ValueError:
         return {}
     return {at: Estimate(cell, Span(*(cell.step.tokens / s for s in (p.step_s.high, p.step_s.mid, p.step_s.low))),
-                         p.peak_bytes and p.peak_bytes.mid, p.note)
+                         p.peak_bytes.mid if p.peak_bytes else None, p.note)
             for (at, cell), p in zip(gaps.items(), predictions, strict=True) if p is not None}
 
 

@@ -116,7 +116,8 @@ def _finalize(value: object) -> object:
 def _chart(key: str, page: PageData) -> _Chart | None:
     name, draw = CHARTS[key]
     drawings = [(size, drawing) for size in (WIDE, NARROW) if (drawing := draw(page, size))]
-    return _Chart(name, Markup("".join(drawing.svg(key, size.name, name) for size, drawing in drawings))) if drawings else None
+    svg = "".join(drawing.svg(key, size.name, name) for size, drawing in drawings)
+    return _Chart(name, Markup(svg)) if svg else None
 
 
 def _rejected(page: PageData) -> list[tuple[str, str]]:

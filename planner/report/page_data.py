@@ -93,7 +93,7 @@ def page_data(plan: Plan | None, records: Sequence[Record], inputs: PlanInputs, 
     """What the page shows of a device's `records`, at least one and of the plan's device, oldest first. `notes` come before
     everything else."""
     records = list(latest(records).values())
-    cliff_bytes = inputs.cliff and inputs.cliff.device_bytes
+    cliff_bytes = inputs.cliff.device_bytes if inputs.cliff else None
     device, at = records[0].device, datetime.now(UTC).isoformat(timespec="seconds")
     soak = inputs.soaks[-1] if inputs.soaks else None
     if plan is None:
@@ -105,13 +105,14 @@ def page_data(plan: Plan | None, records: Sequence[Record], inputs: PlanInputs, 
     forecast = forecast_of(plan, records, inputs)
     curve = [(tokens, hours.low, hours.mid, hours.high) for tokens in CURVE.tolist()
              for hours in [_hours(plan, forecast, tokens, 1.0)]]
+    pick = forecast.pick.record.cell if forecast else None
     corpora = [Corpus(format_count(size), size, plan.predicted.hours if size == plan.corpus_tokens else
                       _hours(plan, forecast, size, plan.epochs)) for size in sorted({*TABLE, plan.corpus_tokens})]
     return PageData(
         title=f"{plan.model.name} on {plan.device}", at=at, device=plan.device,
         notes=[*notes, *_warnings(plan, forecast, records)], plan=plan, limit_bytes=plan.limit_bytes,
         limit_from=next((line.partition(": ")[2] for line in plan.why if line.startswith("limit ")), ""),
-        cliff_bytes=cliff_bytes, maps=_maps(records, plan.limit_bytes, cliff_bytes, forecast and forecast.pick.record.cell),
+        cliff_bytes=cliff_bytes, maps=_maps(records, plan.limit_bytes, cliff_bytes, pick),
         curve=usable(curve), corpora=corpora, models=_models(records, plan, inputs),
         past=[run for run in inputs.past if run.device == plan.device], soak=soak, records=records)
 
@@ -142,7 +143,7 @@ def _hours(plan: Plan, forecast: Forecast | None, corpus_tokens: float, epochs: 
 
 def _maps(records: list[Record], limit_bytes: int | None, cliff_bytes: int | None, pick: Cell | None) -> list[SeriesMap]:
     """One map a series, the pick's first."""
-    first = pick and pick.series
+    first = pick.series if pick else None
     return [SeriesMap.of(group, limit_bytes, cliff_bytes, pick)
             for series, group in sorted(series_of(records).items(), key=lambda item: item[0] != first)]
 

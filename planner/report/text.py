@@ -7,7 +7,7 @@ from spillcliff.schema import is_number
 from spillcliff.units import format_bytes, format_count, format_duration
 from trainer.plan import Span
 
-NONE = "–"
+NONE = "\N{EN DASH}"
 """What is shown where nothing is known."""
 MOST_SHOWN = 1e17
 """From here on a figure is shown with an exponent: no card gets there."""
@@ -65,7 +65,7 @@ def time_text(at: object) -> str:
 
 
 def printable(text: object) -> str:
-    """What UTF-8 and XML can write: half a surrogate pair, as of a file's name, becomes "?", and so do control characters."""
+    """Text that UTF-8 and XML can write: half a surrogate pair, as in a file's name, and control characters become "?"."""
     return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]", "?", str(text).encode("utf-8", "replace").decode())
 
 

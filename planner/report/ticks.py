@@ -7,6 +7,7 @@ from typing import TypeVar
 from planner.report.text import bytes_text, count_text
 
 C = TypeVar("C")
+
 Ticks = list[tuple[float, str]]
 
 _CLOCK = tuple(step * unit for unit in (1, 60) for step in (1, 2, 5, 10, 20, 30))
