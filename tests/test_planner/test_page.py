@@ -250,7 +250,7 @@ def test_figures_of_any_size_and_none_are_drawn(value):
     soak = make_soak(3, step_s=lambda i: least, temperature_c=lambda i: value)
     page = dataclasses.replace(
         with_series(records, pick=records[1], estimates={(2, 0): estimate(9, tok_s=least, peak_bytes=value)}), plan=plan,
-        limit_bytes=whole, cliff_bytes=whole, curve=usable([(1e6, 0.1, 0.2, value or 0.2), (1e7, 1, 2, max(3, value or 0))]),
+        limit_bytes=whole, cliff_bytes=whole, curve=usable([(1e6, 0.1, 0.2, max(0.2, value or 0)), (1e7, 1, 2, max(3, value or 0))]),
         corpora=[Corpus("a corpus", whole or 1, hours)], models=[row, model_row("150M", 1, None, value)],
         past=[past_run("r", tok_s=value, peak_bytes=value, hours=value)], soak=soak, records=records)
     read = Reader(html_page(page))

@@ -7,14 +7,15 @@ import subprocess
 import sys
 
 import pytest
-from helpers.made import make_cliff, make_record, write_records
+from helpers.made import make_cliff, make_plan, make_record, write_records
+from helpers.page_data import make_soak
 from test_planner import CASE, gtx1060
-from test_soak import soak, windows
 
 from planner.report.page_data import pick_of
+from probe.soak import append
 from spillcliff.files import write_json
 from spillcliff.hardware.fingerprints import cpu_name, slug
-from trainer.config import ModelConfig
+from trainer.config import ModelConfig, StepConfig
 from trainer.plan import Plan
 
 GTX = "nvidia-geforce-gtx-1060"
@@ -91,8 +92,8 @@ def test_past_runs_are_shown_and_counted(command, home):
 
 def test_a_soak_is_counted(command, home):
     before, _ = ask(command, "--corpus", "100M", "--model", "150M")
-    warm = soak(windows(10, lambda t: 0.9 if t <= 20 else 1.0), device=GTX, software={})
-    append_line(home / "results" / GTX / "soak.jsonl", warm.to_json())
+    warm = dataclasses.replace(make_soak(step_s=lambda i: 1.0 if i else 0.9), device=GTX)
+    append(home / "results" / GTX / "soak.jsonl", warm)
     after, words = ask(command, "--corpus", "100M", "--model", "150M")
     assert after["predicted"]["hours"]["mid"] == pytest.approx(before["predicted"]["hours"]["mid"] / 0.9, rel=0.01)
     assert "soak" in words
@@ -135,12 +136,7 @@ def test_a_plan_whose_record_is_gone_is_still_shown(command, home):
 
 def test_the_page_takes_the_record_that_the_plan_was_made_from():
     """A plan of accumulation 4 comes from a measured accumulation above 1, never from none."""
-    plan = Plan.from_json(dict(
-        schema=1, at="", device=GTX, model=ModelConfig.named("150M").__dict__, step=dict(batch=4, length=512, accum=4),
-        corpus_tokens=1, epochs=1, steps=1, optimizer={"lr": 1e-3}, eval=1, checkpoint=1, limit_bytes=1,
-        predicted={k: dict(low=1, mid=1, high=1) for k in ("tok_s", "peak_bytes", "hours")}, why=[],
-        runners_up=[], rejected=[],
-        records_sha256="", calibration={}))
+    plan = make_plan(GTX, model=ModelConfig.named("150M"), step=StepConfig(4, 512, 4))
     none, eight, two = (make_record(4, 512, accum=a) for a in (1, 8, 2))
     assert pick_of(plan, [none]) is None
     assert pick_of(plan, [none, eight]).record is eight and pick_of(plan, [none, eight, two]).accum == 4
