@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from planner.decide.calibration import PastRun
 from planner.report import ticks
 from planner.report.curve import hours_at
 from planner.report.drawing import COLOURS, TEXT_PX, Drawing, Size, style_ticks
@@ -38,7 +39,7 @@ ROW_MARKS = {"tok_s": POINT, "peak_bytes": POINT | {"marker": "s", "color": COLO
 
 def peaks(page: PageData, size: Size) -> Drawing | None:
     """Peak memory over the tokens of a micro-step, with the limit and the cliff as lines."""
-    cells = sorted((cell for each in page.maps for cell in each.drawn.values() if cell.peak_bytes),
+    cells = sorted((cell for each in page.maps for cell in each.cells.values() if cell.peak_bytes),
                    key=lambda cell: (cell.is_pick, not cell.is_estimated))  # what is drawn last is on top
     if not cells:
         return None
@@ -95,15 +96,15 @@ def hours(page: PageData, size: Size) -> Drawing | None:
     axis.fill_between(tokens, lows, highs, color=COLOURS["accent"], alpha=0.2, linewidth=0, clip_on=False)
     axis.plot(tokens, mids, color=COLOURS["accent"], linewidth=1.75, clip_on=False)
     for corpus in page.corpora:
-        seen = corpus.tokens * page.plan.epochs
-        if low <= seen <= high and shortest <= corpus.hours.mid <= longest:
-            drawing.mark(axis, seen, corpus.hours.mid, f"{corpus.name} tokens: {hours_text(corpus.hours.mid)}",
+        tokens_seen = corpus.tokens * page.plan.epochs
+        if low <= tokens_seen <= high and shortest <= corpus.hours.mid <= longest:
+            drawing.mark(axis, tokens_seen, corpus.hours.mid, f"{corpus.name} tokens: {hours_text(corpus.hours.mid)}",
                          marker="o", markersize=5, color=COLOURS["ink"])
             if size.is_wide:
-                axis.annotate(hours_text(corpus.hours.mid), (seen, corpus.hours.mid), textcoords="offset points",
+                axis.annotate(hours_text(corpus.hours.mid), (tokens_seen, corpus.hours.mid), textcoords="offset points",
                               xytext=(8, -14), fontsize=TEXT_PX, color=COLOURS["ink"])
-    seen = page.plan.corpus_tokens * page.plan.epochs
-    at = min(max(seen, low), high), min(max(hours_at(points, seen).mid, shortest), longest)
+    tokens_seen = page.plan.corpus_tokens * page.plan.epochs
+    at = min(max(tokens_seen, low), high), min(max(hours_at(points, tokens_seen).mid, shortest), longest)
     axis.plot(*at, gid="marker", clip_on=False, **MARKS["pick"])
     drawing.has_marker = True
     return drawing
@@ -134,27 +135,30 @@ def soak(page: PageData, size: Size) -> Drawing | None:
 
 def receipts(page: PageData, size: Size) -> Drawing | None:
     """Actual over planned of each run, a row of marks; the newest MOST_ROWS."""
-    ratios = {run: drawn for run in range(len(page.past)) if (drawn := {
-        key: min(max(ratio, 1 / FARTHEST), FARTHEST) for key in FIGURES
-        if is_number(ratio := page.past[run].receipt["ratio"].get(key), 1e-300)})}
-    shown = list(ratios)[-MOST_ROWS:]
+    shown = [run for run in page.past if _ratios(run)][-MOST_ROWS:]
     if not shown:
         return None
     drawing = Drawing.blank(size, height=90 + 28 * len(shown))
     (axis,) = drawing.axes
-    far = 1.15 * max(0.05, *(abs(math.log(v)) for run in shown for v in ratios[run].values()))
+    far = 1.15 * max(0.05, *(abs(math.log(ratio)) for run in shown for ratio in _ratios(run).values()))
     low, high = math.exp(-far), math.exp(far)
     _scale(axis, "x", low, high, ticks.differences(low, high, size.marks_x - 1), is_log=True)
     _scale(axis, "y", len(shown) - 0.5, -0.5, [
-        (row, end_of(page.past[run].run, 34 if size.is_wide else 16)) for row, run in enumerate(shown)])
+        (row, end_of(run.run, 34 if size.is_wide else 16)) for row, run in enumerate(shown)])
     axis.grid(axis="x", color=COLOURS["rule"], linewidth=1, clip_on=False)
     axis.axvline(1, color=COLOURS["quiet"], linewidth=1, clip_on=False)
     for row, run in enumerate(shown):
-        for key, ratio in ratios[run].items():
-            actual = page.past[run].receipt["ratio"][key]
-            drawing.mark(axis, ratio, row, f"{page.past[run].run}: {FIGURES[key]} {ratio_text(actual)}", **ROW_MARKS[key])
+        for key, ratio in _ratios(run).items():
+            title = f"{run.run}: {FIGURES[key]} {ratio_text(run.receipt['ratio'][key])}"
+            drawing.mark(axis, ratio, row, title, **ROW_MARKS[key])
     _legend(drawing, size, {FIGURES[key]: style for key, style in ROW_MARKS.items()})
     return drawing
+
+
+def _ratios(run: PastRun) -> dict[str, float]:
+    """Actual over planned of the figures that a receipt has, kept where an axis can reach it."""
+    ratios = {key: run.receipt["ratio"].get(key) for key in FIGURES}
+    return {key: min(max(ratio, 1 / FARTHEST), FARTHEST) for key, ratio in ratios.items() if is_number(ratio, 1e-300)}
 
 
 def models(page: PageData, size: Size) -> Drawing | None:

@@ -54,9 +54,9 @@ class MapCell:
 
 @dataclass(frozen=True)
 class SeriesMap:
-    """The map of one series; `estimates` are of gaps, `pick` is the plan's."""
+    """The map of one series: what was `measured`, `estimates` of its gaps, and the plan's `pick`, of any series."""
 
-    cells: CellMap
+    measured: CellMap
     estimates: dict[Place, Estimate]
     pick: Cell | None
 
@@ -64,12 +64,12 @@ class SeriesMap:
     def of(cls, records: Sequence[Record], limit_bytes: int | None, cliff_bytes: int | None,
            pick: Cell | None = None) -> "SeriesMap":
         """The map of one series' records, oldest first; UserError if there are none."""
-        cells = CellMap.of(records, limit_bytes, cliff_bytes)
-        return cls(cells, _estimates(cells), pick)
+        measured = CellMap.of(records, limit_bytes, cliff_bytes)
+        return cls(measured, _estimates(measured), pick)
 
     @property
     def series(self) -> Cell:
-        return next(iter(self.cells.records.values())).cell.series
+        return next(iter(self.measured.records.values())).cell.series
 
     @property
     def title(self) -> str:
@@ -78,15 +78,15 @@ class SeriesMap:
     @cached_property
     def over(self) -> Places:
         """What fits, or would by estimate, but needs more than may be used."""
-        bound = self.cells.bound
-        return self.cells.over | {at for at, e in self.estimates.items() if bound and (e.peak_bytes or 0) > bound[0]}
+        bound = self.measured.bound
+        return self.measured.over | {at for at, e in self.estimates.items() if bound and (e.peak_bytes or 0) > bound[0]}
 
     @cached_property
     def _edges(self) -> tuple[Places, Places]:
         """Those of the cliff, as CellMap has them, with the estimates on either side of it too."""
-        c = self.cells
-        good = c.good | (self.estimates.keys() - self.over - c.bad)
-        return frontier(len(c.batches), len(c.lengths), good, c.bad | self.over)[2:]
+        m = self.measured
+        good = m.good | (self.estimates.keys() - self.over - m.bad)
+        return frontier(len(m.batches), len(m.lengths), good, m.bad | self.over)[2:]
 
     def is_upright(self, at: Place) -> bool:
         return at in self._edges[0]
@@ -99,34 +99,34 @@ class SeriesMap:
         return any(self._edges)
 
     @cached_property
-    def drawn(self) -> dict[Place, MapCell]:
+    def cells(self) -> dict[Place, MapCell]:
         """The cells that something is known of."""
-        return {at: self._estimated(at, e) for at, e in self.estimates.items()} | {
-            at: self._measured(at, r) for at, r in self.cells.records.items()}
+        return {at: self._estimated_cell(at, e) for at, e in self.estimates.items()} | {
+            at: self._measured_cell(at, r) for at, r in self.measured.records.items()}
 
     def rows(self) -> Iterator[tuple[int, list[tuple[Place, MapCell | None]]]]:
         """(batch, its (place, cell) by length)"""
-        for r, batch in enumerate(self.cells.batches):
-            yield batch, [((r, c), self.drawn.get((r, c))) for c in range(len(self.cells.lengths))]
+        for r, batch in enumerate(self.measured.batches):
+            yield batch, [((r, c), self.cells.get((r, c))) for c in range(len(self.measured.lengths))]
 
     @property
     def statuses(self) -> dict[Status, str]:
         """What the failures in it mean."""
-        statuses = {r.status for r in self.cells.records.values()}
+        statuses = {r.status for r in self.measured.records.values()}
         return {status: words for status, words in STATUS_WORDS.items() if status in statuses}
 
     @property
     def has_gaps(self) -> bool:
-        return len(self.drawn) < len(self.cells.batches) * len(self.cells.lengths)
+        return len(self.cells) < len(self.measured.batches) * len(self.measured.lengths)
 
-    def _measured(self, at: Place, r: Record) -> MapCell:
+    def _measured_cell(self, at: Place, r: Record) -> MapCell:
         peak = [f"peak {bytes_text(r.peak_bytes)}" + ", over the limit" * (at in self.over)] if r.peak_bytes else []
         speed = [f"{tok_s_text(r.tok_s)} tok/s"] if r.tok_s else []
         kind = "failed" if not r.fits else "over" if at in self.over else "fits"
         return MapCell(kind=kind, cell=r.cell, tok_s=r.tok_s if r.fits else None, peak_bytes=r.peak_bytes, status=r.status,
                        is_pick=r.cell == self.pick, title=_title(r.cell, [str(r.status), *speed, *peak], r.why))
 
-    def _estimated(self, at: Place, e: Estimate) -> MapCell:
+    def _estimated_cell(self, at: Place, e: Estimate) -> MapCell:
         peak = [f"peak ~{bytes_text(e.peak_bytes)}" + ", over the limit" * (at in self.over)] if e.peak_bytes else []
         speed = f"~{tok_s_text(e.tok_s.mid)} tok/s ({range_text(e.tok_s.low, e.tok_s.high, tok_s_text)})"
         return MapCell(kind="over" if at in self.over else "estimated", cell=e.cell, tok_s=e.tok_s.mid,
@@ -164,7 +164,7 @@ class Scale:
 
     @classmethod
     def of(cls, maps: Iterable[SeriesMap]) -> "Scale":
-        speeds = [cell.tok_s for each in maps for cell in each.drawn.values() if cell.tok_s]
+        speeds = [cell.tok_s for each in maps for cell in each.cells.values() if cell.tok_s]
         return cls(min(speeds, default=0.0), max(speeds, default=0.0))
 
     @property

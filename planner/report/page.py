@@ -124,12 +124,12 @@ def _rejected(page: PageData) -> list[tuple[str, str]]:
     """The cells that the plan rejected and why, or where there is no plan whatever did not fit."""
     if page.plan:
         return [(str(r.step), "; ".join(r.why)) for r in page.plan.rejected]
-    return [(str(cell.cell), _why_not(each, at, cell)) for each in page.maps for at, cell in each.drawn.items()
+    return [(str(cell.cell), _why_not(each, at, cell)) for each in page.maps for at, cell in each.cells.items()
             if cell.kind in ("over", "failed")]
 
 
 def _why_not(each: SeriesMap, at: Place, cell: MapCell) -> str:
     if cell.kind == "over":
-        return f"{cell.peak} is {each.cells.over_words}"
-    record = each.cells.records[at]
+        return f"{cell.peak} is {each.measured.over_words}"
+    record = each.measured.records[at]
     return f"{record.status}: {record.why}" if record.why else str(record.status)

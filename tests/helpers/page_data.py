@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+from itertools import product
 from pathlib import Path
 
+from helpers.made import make_cliff, make_plan, make_record
 from planner.decide.build import PlanRequest, build
 from planner.decide.calibration import PastRun
 from planner.decide.inputs import PlanInputs
@@ -15,16 +17,19 @@ from spillcliff.errors import NoPlan
 from trainer.config import ModelConfig, StepConfig
 from trainer.plan import Plan, Span
 
-from helpers.made import make_plan, make_record
-
 EMPTY = PageData(title="A plan", at="2026-01-01T00:00:00+00:00", device="gtx", failure="no cell fits")
 PLANNED = {"tok_s": 2269.0, "peak_bytes": 4.04e9, "hours": 12.2}
+HOSTILE = ("</script><script>alert(1)</script>", "<!-- <script>", "'\"><img src=x onerror=alert(1)>", "{{data}} {{body}}",
+           "{% if %} {# {{ 7 * 7 }}", "&lt; C:\\Users\\" + "x" * 400, "a\u2028b\u2029c\u0000d\ud800e",
+           "\\1 \\g<0> $& %s {0}", "")
+LONG = HOSTILE[5]
+GRID = list(product((1, 2, 3, 4, 6, 8), (256, 512, 1024)))
 
 
 def with_series(*groups: list[Record], page: PageData = EMPTY, pick: Record | None = None, limit_bytes: int | None = None,
                 estimates: dict | None = None) -> PageData:
     """A page with a map of each group of records, and with `estimates` in place of the cost model's if there are any."""
-    maps = [SeriesMap.of(group, limit_bytes, None, pick and pick.cell) for group in groups]
+    maps = [SeriesMap.of(group, limit_bytes, None, pick.cell if pick else None) for group in groups]
     if estimates is not None:
         maps = [dataclasses.replace(each, estimates=estimates) for each in maps]
     return dataclasses.replace(page, maps=maps, limit_bytes=limit_bytes)
@@ -44,6 +49,10 @@ def gathered(records: list[Record], limit_bytes: int, corpus: int = 100_000_000,
         data = dataclasses.replace(page_data(None, records, inputs, []), failure=str(e), limit_bytes=limit_bytes,
                                    maps=[SeriesMap.of(records, limit_bytes, None)])
     return dataclasses.replace(data, **other)
+
+
+def plan_of(records: list[Record], limit_bytes: int = 5_000_000_000) -> Plan:
+    return build(records, PlanRequest(corpus_tokens=100_000_000, limit_bytes=limit_bytes), PlanInputs()).plan
 
 
 def make_soak(n: int = 60, settled: bool = True, step_s=lambda i: 0.9 + 0.06 * (1 - math.exp(-i / 12)) + 0.004 * math.sin(
@@ -73,3 +82,20 @@ def written(folder: Path, text: str, name: str = "page.html") -> Path:
     path = folder / name
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def spilling(why: str = "moved 340 MB to the system") -> PageData:
+    """A GTX 1060's grid: fits, spills past 5.3 GB, fails past 7.5 GB, with a gap; and everything else that a page can
+    hold."""
+    records = []
+    for batch, length in GRID:
+        tokens = batch * length
+        peak = 2.6e9 + tokens * 0.72e6
+        status = "fits" if peak < 5.3e9 else "spills" if peak < 7.5e9 else "oom"
+        speed = 2600 * tokens / (tokens + 280) * (1 if status == "fits" else 0.4)
+        if (batch, length) != (2, 512):
+            records.append(make_record(batch, length, speed, peak, status, why="" if status == "fits" else why))
+    inputs = PlanInputs(cliff=make_cliff("collapse", 5.0e9, 5.1e9), soaks=(make_soak(),))
+    return gathered(records, 5_000_000_000, inputs=inputs, notes=["planned with another driver"],
+                    models=[model_row("60M", 62_000_000, 4900, 2.1e9), model_row("1B", 10**9, None, None, "nothing fits")],
+                    past=[past_run("runs/first", tok_s=0.97, peak_bytes=1.01, hours=1.04), past_run("runs/second")])
