@@ -1,92 +1,187 @@
-"""The page's charts as SVG, each drawn twice: for a desk and for a phone, so that text keeps its size on both."""
+"""The page's charts. Each is drawn once for a size, None where there is nothing to show."""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
+from planner.decide.calibration import PastRun
 from planner.report import ticks
-from planner.report.curve import Point, hours_at
-from planner.report.heatmap import describe, runs
-from planner.report.html import bytes_text, count_text, esc, figure, number, ratio_text, step_text
+from planner.report.curve import hours_at
+from planner.report.drawing import COLOURS, TEXT_PX, Drawing, Size, style_ticks
+from planner.report.heatmap import MapCell
+from planner.report.page_data import PageData
+from planner.report.text import bytes_text, end_of, hours_text, number_text, ratio_text, step_s_text, tok_s_text
+from planner.report.ticks import Ticks
+from spillcliff.schema import is_number
+from trainer.run.receipt import FIGURES
 
-CHARACTER = 6.6
-"""Pixels that a figure takes at the charts' 12 pixel text, widely."""
+MOST_ROWS = 40
+"""Runs or models in a chart, the newest or last ones; more can't be read at a page's width."""
+PANEL_PX = 150
+"""Height of one of several charts below each other."""
+FARTHEST = 1e3
+"""A ratio beyond it, either way, is drawn there: so far off it says nothing but that."""
 
-
-@dataclass(frozen=True)
-class Size:
-    """Pixels, and how many marks its axes have room for."""
-
-    name: str
-    wide: int
-    high: int
-    across: int
-    up: int
-
-
-SIZES = (Size("wide", 860, 330, 8, 7), Size("narrow", 344, 280, 4, 7))
-
-
-@dataclass(frozen=True)
-class Axis:
-    """Values from `low` to `high` on pixels from `start` to `end`."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool = False
-
-    def at(self, value: float) -> float:
-        low, high, value = (math.log(v) if self.log else v for v in (self.low, self.high, value))
-        return self.start + (value - low) / (high - low) * (self.end - self.start)
+POINT = {"marker": "o", "markersize": 9, "color": COLOURS["accent"], "markeredgecolor": COLOURS["sheet"],
+         "markeredgewidth": 1.5, "linestyle": "none"}
+MARKS: dict[str, dict[str, Any]] = {
+    "fits": POINT,
+    "estimated": POINT | {"color": COLOURS["sheet"], "markeredgecolor": COLOURS["accent"], "markersize": 8},
+    "over": POINT | {"marker": "D", "color": COLOURS["warn"]},
+    "failed": POINT | {"marker": "x", "markeredgecolor": COLOURS["warn"], "markeredgewidth": 2.25},
+    "pick": POINT | {"markersize": 18, "color": "none", "markeredgecolor": COLOURS["ink"], "markeredgewidth": 2.25}}
+"""Told apart by shape, not by colour alone."""
+MEANINGS = {"fits": "fits", "estimated": "estimated", "over": "over the limit", "failed": "failed", "pick": "the pick"}
+ROW_MARKS = {"tok_s": POINT, "peak_bytes": POINT | {"marker": "s", "color": COLOURS["ink"]},
+             "hours": POINT | {"marker": "D", "color": COLOURS["warn"], "markersize": 8}}
+"""Of the figures of a receipt."""
 
 
-@dataclass(frozen=True)
-class Labels:
-    """An axis' name, and its marks as (value, text)."""
-
-    name: str
-    marks: Sequence[tuple[float, str]]
-
-
-def _chart(name: str, draw: Callable[[Size], str], note: str = "") -> str:
-    return f'<figure class="chart" role="group" aria-label="{esc(name)}">{"".join(map(draw, SIZES))}{note}</figure>'
-
-
-def _svg(size: Size, name: str, parts: Sequence[str], high: float | None = None, extra: str = "") -> str:
-    return (f'<svg class="{size.name}" role="img" aria-label="{esc(name)}" viewBox="0 0 {size.wide} {high or size.high}"'
-            f'{extra}>{"".join(parts)}</svg>')
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start", name: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{name}">{esc(text)}</text>'
-
-
-def _line(x0: float, y0: float, x1: float, y1: float, name: str) -> str:
-    return f'<line x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}" class="{name}"/>'
-
-
-def _path(points: Sequence[tuple[float, float]], name: str, closed: bool = False) -> str:
-    return f'<path class="{name}" d="M{" L".join(f"{x:.1f} {y:.1f}" for x, y in points)}{"Z" * closed}"/>'
+def peaks(page: PageData, size: Size) -> Drawing | None:
+    """Peak memory over the tokens of a micro-step, with the limit and the cliff as lines."""
+    cells = sorted((cell for each in page.maps for cell in each.cells.values() if cell.peak_bytes),
+                   key=lambda cell: (cell.is_pick, not cell.is_estimated))  # what is drawn last is on top
+    if not cells:
+        return None
+    drawing = Drawing.blank(size)
+    (axis,) = drawing.axes
+    bounds = [(value, name) for value, name in ((page.limit_bytes, "limit"), (page.cliff_bytes, "cliff")) if value]
+    top = 1.08 * max([cell.peak_bytes or 0 for cell in cells] + [value for value, _ in bounds])
+    tokens = [cell.cell.step.micro_tokens for cell in cells]
+    low, high = _spread(min(tokens) / 1.2, max(tokens) * 1.2, 4)
+    _scale(axis, "x", low, high, ticks.counts(low, high, size.marks_x), is_log=True)
+    _scale(axis, "y", 0, top, ticks.sizes(0, top, size.marks_y))
+    _name(axis, "peak memory", "tokens in a micro-step (batch x length)")
+    for i, (value, name) in enumerate(sorted(bounds)):
+        _bound(axis, value, name, is_below=i == 0 and len(bounds) == 2)
+    for cell in cells:
+        if cell.is_pick:
+            _mark_cell(drawing, cell, "pick")
+        _mark_cell(drawing, cell, cell.kind)
+    kinds = {cell.kind for cell in cells} | {"pick" for cell in cells if cell.is_pick}
+    _legend(drawing, size, {MEANINGS[kind]: style for kind, style in MARKS.items() if kind in kinds})
+    return drawing
 
 
-def _margin(labels: Labels) -> float:
-    return max([24.0, *(len(text) * CHARACTER + 14 for _, text in labels.marks)])
+def _mark_cell(drawing: Drawing, cell: MapCell, kind: str) -> None:
+    drawing.mark(drawing.axes[0], cell.cell.step.micro_tokens, cell.peak_bytes or 0, f"{cell.cell.model} {cell.title}",
+                 **MARKS[kind])
 
 
-def _grid(x: Axis, y: Axis, across: Labels, up: Labels) -> list[str]:
-    """Lines at the marks of `up`, and both axes' marks and names; the plot lies between the ends of `x` and `y`."""
-    parts = [_text(0, min(y.start, y.end) - 12, up.name, name="name")]
-    for value, text in up.marks:
-        parts += [_line(x.start, y.at(value), x.end, y.at(value), "grid"),
-                  _text(x.start - 8, y.at(value) + 4, text, "end")]
-    base = max(y.start, y.end)
-    for value, text in across.marks:
-        at = x.at(value)
-        room = len(text) * CHARACTER / 2
-        parts += [_line(at, base, at, base + 4, "tick"), _text(min(at, x.end + 12 - room), base + 18, text, "middle")]
-    return [*parts, _line(x.start, base, x.end, base, "axis"), _text(x.end, base + 36, across.name, "end", "name")]
+def _bound(axis: Any, value: float, name: str, is_below: bool) -> None:
+    """A line of its own kind; of two that lie close the lower one's words go below it."""
+    style = {"limit": {"color": COLOURS["ink"], "linewidth": 1.75, "linestyle": (0, (4, 2.5))},
+             "cliff": {"color": COLOURS["cliff"], "linewidth": 3}}[name]
+    axis.axhline(value, clip_on=False, **style)
+    axis.annotate(f"{name} {bytes_text(value)}", (0, value), xycoords=("axes fraction", "data"), fontsize=TEXT_PX,
+                  textcoords="offset points", xytext=(6, -4 if is_below else 4), va="top" if is_below else "bottom",
+                  color=style["color"], annotation_clip=False)
+
+
+def hours(page: PageData, size: Size) -> Drawing | None:
+    """Hours over the tokens seen, the band around them, the corpora of the table, and a marker at the plan's tokens that
+    the page's script moves."""
+    points = page.curve
+    if page.plan is None or len(points) < 2:
+        return None
+    drawing = Drawing.blank(size)
+    (axis,) = drawing.axes
+    low, high = points[0][0], points[-1][0]
+    shortest, longest = _spread(min(p[1] for p in points), max(p[3] for p in points), 4)
+    _scale(axis, "x", low, high, ticks.counts(low, high, size.marks_x), is_log=True)
+    _scale(axis, "y", shortest, longest, is_log=True, marks=[
+        (v / 3600, text) for v, text in ticks.durations(shortest * 3600, longest * 3600, size.marks_y)])
+    _name(axis, "time", "tokens seen (corpus x epochs)")
+    tokens, lows, mids, highs = zip(*points, strict=True)
+    axis.fill_between(tokens, lows, highs, color=COLOURS["accent"], alpha=0.2, linewidth=0, clip_on=False)
+    axis.plot(tokens, mids, color=COLOURS["accent"], linewidth=1.75, clip_on=False)
+    for corpus in page.corpora:
+        tokens_seen = corpus.tokens * page.plan.epochs
+        if low <= tokens_seen <= high and shortest <= corpus.hours.mid <= longest:
+            drawing.mark(axis, tokens_seen, corpus.hours.mid, f"{corpus.name} tokens: {hours_text(corpus.hours.mid)}",
+                         marker="o", markersize=5, color=COLOURS["ink"])
+            if size.is_wide:
+                axis.annotate(hours_text(corpus.hours.mid), (tokens_seen, corpus.hours.mid), textcoords="offset points",
+                              xytext=(8, -14), fontsize=TEXT_PX, color=COLOURS["ink"])
+    tokens_seen = page.plan.corpus_tokens * page.plan.epochs
+    at = min(max(tokens_seen, low), high), min(max(hours_at(points, tokens_seen).mid, shortest), longest)
+    axis.plot(*at, gid="marker", clip_on=False, **MARKS["pick"])
+    drawing.has_marker = True
+    return drawing
+
+
+def soak(page: PageData, size: Size) -> Drawing | None:
+    """Seconds of a step over time, and the temperature below it where a card tells one; nothing without two windows."""
+    windows = page.soak.windows if page.soak else ()
+    if len(windows) < 2:
+        return None
+    heats = [(w.at_s, w.temperature_c) for w in windows if w.temperature_c is not None]
+    panels: list[tuple[str, Sequence[tuple[float, float]], Callable[[object], str]]] = [
+        ("step", [(w.at_s, w.step_s) for w in windows], step_s_text)]
+    if len(heats) > 1:
+        panels.append(("temperature", heats, lambda v: number_text(v, "{:.0f} °C".format)))
+    drawing = Drawing.blank(size, height=PANEL_PX * len(panels), rows=len(panels))
+    for axis, (name, values, text) in zip(drawing.axes, panels, strict=True):
+        low, high = min(v for _, v in values), max(v for _, v in values)
+        more = max((high - low) * 0.15, abs(high) * 0.01, 1e-9)
+        is_last = axis is drawing.axes[-1]
+        _scale(axis, "x", windows[0].at_s, windows[-1].at_s,
+               ticks.clock(windows[0].at_s, windows[-1].at_s, size.marks_x) if is_last else [])
+        _scale(axis, "y", low - more, high + more, [(v, text(v)) for v in ticks.linear(low - more, high + more, 3)])
+        _name(axis, name, "time under load" if is_last else "")
+        axis.plot(*zip(*values, strict=True), color=COLOURS["accent"], linewidth=1.75, clip_on=False)
+    return drawing
+
+
+def receipts(page: PageData, size: Size) -> Drawing | None:
+    """Actual over planned of each run, a row of marks; the newest MOST_ROWS."""
+    shown = [run for run in page.past if _ratios(run)][-MOST_ROWS:]
+    if not shown:
+        return None
+    drawing = Drawing.blank(size, height=90 + 28 * len(shown))
+    (axis,) = drawing.axes
+    far = 1.15 * max(0.05, *(abs(math.log(ratio)) for run in shown for ratio in _ratios(run).values()))
+    low, high = math.exp(-far), math.exp(far)
+    _scale(axis, "x", low, high, ticks.differences(low, high, size.marks_x - 1), is_log=True)
+    _scale(axis, "y", len(shown) - 0.5, -0.5, [
+        (row, end_of(run.run, 34 if size.is_wide else 16)) for row, run in enumerate(shown)])
+    axis.grid(axis="x", color=COLOURS["rule"], linewidth=1, clip_on=False)
+    axis.axvline(1, color=COLOURS["quiet"], linewidth=1, clip_on=False)
+    for row, run in enumerate(shown):
+        for key, ratio in _ratios(run).items():
+            title = f"{run.run}: {FIGURES[key]} {ratio_text(run.receipt['ratio'][key])}"
+            drawing.mark(axis, ratio, row, title, **ROW_MARKS[key])
+    _legend(drawing, size, {FIGURES[key]: style for key, style in ROW_MARKS.items()})
+    return drawing
+
+
+def _ratios(run: PastRun) -> dict[str, float]:
+    """Actual over planned of the figures that a receipt has, kept where an axis can reach it."""
+    ratios = {key: run.receipt["ratio"].get(key) for key in FIGURES}
+    return {key: min(max(ratio, 1 / FARTHEST), FARTHEST) for key, ratio in ratios.items() if is_number(ratio, 1e-300)}
+
+
+def models(page: PageData, size: Size) -> Drawing | None:
+    """tok/s, peak and hours of each model as bars; nothing for one alone."""
+    rows = page.models[-MOST_ROWS:]
+    if len(rows) < 2:
+        return None
+    drawing = Drawing.blank(size, height=60 + 28 * len(rows), columns=3)
+    columns: tuple[tuple[str, list[float | None], Callable[[object], str]], ...] = (
+        ("tok/s", [r.tok_s for r in rows], tok_s_text), ("peak memory", [r.peak_bytes for r in rows], bytes_text),
+        ("time", [r.hours.mid if r.hours else None for r in rows], hours_text))
+    for axis, (name, values, text) in zip(drawing.axes, columns, strict=True):
+        largest = max(v or 0 for v in values) or 1
+        shares = [(v or 0) / largest for v in values]
+        axis.barh(range(len(rows)), shares, height=0.55, color=COLOURS["accent"])
+        for row, value in enumerate(values):
+            axis.text(shares[row] + 0.03, row, text(value), va="center", fontsize=TEXT_PX, color=COLOURS["ink"])
+        _scale(axis, "x", 0, 1.6, [])
+        _scale(axis, "y", len(rows) - 0.5, -0.5, [])
+        axis.spines["bottom"].set_visible(False)
+        axis.set_title(name, fontsize=TEXT_PX, fontweight="bold", loc="left")
+    _scale(drawing.axes[0], "y", len(rows) - 0.5, -0.5, [(i, end_of(row.model, 20)) for i, row in enumerate(rows)])
+    return drawing
 
 
 def _spread(low: float, high: float, least: float) -> tuple[float, float]:
@@ -97,153 +192,26 @@ def _spread(low: float, high: float, least: float) -> tuple[float, float]:
     return middle / math.sqrt(least), middle * math.sqrt(least)
 
 
-MARKS = {
-    "fits": '<circle r="4.5" class="fits"/>', "estimated": '<circle r="4" class="estimated"/>',
-    "over": '<path d="M0 -6 L6 0 L0 6 L-6 0Z" class="over"/>',
-    "failed": '<path d="M-4.5 -4.5 L4.5 4.5 M-4.5 4.5 L4.5 -4.5" class="failed"/>', "pick": '<circle r="9" class="ring"/>'}
-"""Told apart by shape, not by colour alone."""
-
-MEANINGS = {"fits": "fits", "estimated": "estimated", "over": "over the limit", "failed": "failed", "pick": "the pick"}
-
-
-def _kind(cell: dict) -> str:
-    return "over" if cell["over"] else "failed" if not runs(cell) else "estimated" if cell["estimated"] else "fits"
+def _scale(axis: Any, which: str, low: float, high: float, marks: Ticks, is_log: bool = False) -> None:
+    if is_log:
+        axis.set(**{f"{which}scale": "log"})
+    axis.set(**{f"{which}lim": (low, high)})
+    set_ticks = axis.set_xticks if which == "x" else axis.set_yticks
+    set_ticks([value for value, _ in marks], [text for _, text in marks], parse_math=False)
+    style_ticks(axis)
 
 
-def peaks(series: Sequence[dict], limit_bytes: float | None, cliff_bytes: float | None) -> str:
-    """Peak memory over the tokens of a micro-step, with the limit and the cliff as lines; nothing without a peak."""
-    found = [(s, c, c["batch"] * c["length"], peak) for s in series for c in s["cells"]
-             if (peak := number(c["peak_bytes"])) is not None]
-    if not found:
-        return ""
-    found.sort(key=lambda item: (item[1]["pick"], not item[1]["estimated"]))  # what is drawn last is on top
-    bounds = sorted((v, name) for value, name in ((limit_bytes, "limit"), (cliff_bytes, "cliff"))
-                    if (v := number(value)) is not None)
-    top = max([peak for *_, peak in found] + [v for v, _ in bounds]) * 1.08 or 1.0
-    low, high = _spread(min(t for _, _, t, _ in found) / 1.2, max(t for _, _, t, _ in found) * 1.2, 4)
-    name = "peak memory of each measured cell against the limit"
-
-    def draw(size: Size) -> str:
-        up = Labels("peak memory", [(v, bytes_text(v) if v else "0") for v in ticks.linear(0, top, size.up)])
-        across = Labels("tokens in a micro-step (batch x length)",
-                        [(v, count_text(v)) for v in ticks.logarithmic(low, high, size.across)])
-        x, y = Axis(low, high, _margin(up), size.wide - 14, True), Axis(0, top, size.high - 48, 26)
-        parts = _grid(x, y, across, up)
-        for i, (value, what) in enumerate(bounds):
-            # two lines lie close: the lower one's words go below it
-            shift = 15 if i == 0 and len(bounds) == 2 else -6
-            parts += [_line(x.start, y.at(value), x.end, y.at(value), what),
-                      _text(x.start + 6, y.at(value) + shift, f"{what} {bytes_text(value)}", name=f"{what}-name")]
-        for s, c, tokens, peak in found:
-            ring = MARKS["pick"] if c["pick"] else ""
-            parts.append(f'<g transform="translate({x.at(tokens):.1f} {y.at(peak):.1f})">{ring}{MARKS[_kind(c)]}'
-                         f"<title>{esc(s['model'])} {esc(describe(c))}</title></g>")
-        return _svg(size, name, parts)
-
-    kinds = {_kind(c) for _, c, _, _ in found} | {"pick" for _, c, _, _ in found if c["pick"]}
-    key = "".join(f'<li><svg class="key" viewBox="-10 -10 20 20" aria-hidden="true">{mark}</svg>{MEANINGS[kind]}</li>'
-                  for kind, mark in MARKS.items() if kind in kinds)
-    return _chart(name, draw, f'<ul class="legend">{key}</ul>')
+def _name(axis: Any, up: str, across: str) -> None:
+    """The axes' names, and lines at the marks of the upright one."""
+    style = {"fontsize": TEXT_PX, "fontweight": "bold", "color": COLOURS["ink"]}
+    axis.set_title(up, loc="left", pad=10, **style)
+    axis.set_xlabel(across, loc="right", labelpad=6, **style)
+    axis.grid(axis="y", color=COLOURS["rule"], linewidth=1, clip_on=False)
 
 
-def hours(points: Sequence[Point], tokens: float) -> str:
-    """Hours over the tokens seen, the band around them, and a marker at `tokens` that the page's script moves."""
-    low, high = _spread(points[0][0], points[-1][0], 1.01)
-    shortest, longest = _spread(min(p[1] for p in points), max(p[3] for p in points), 4)
-    now = hours_at(points, tokens)[1]
+def _legend(drawing: Drawing, size: Size, styles: dict[str, dict[str, Any]]) -> None:
+    from matplotlib.lines import Line2D
 
-    def draw(size: Size) -> str:
-        up = Labels("time", [(v / 3600, ticks.duration_label(v))
-                             for v in ticks.durations(shortest * 3600, longest * 3600, size.up)])
-        across = Labels("tokens seen (corpus x epochs)",
-                        [(v, count_text(v)) for v in ticks.logarithmic(low, high, size.across)])
-        x = Axis(low, high, _margin(up), size.wide - 14, True)
-        y = Axis(shortest, longest, size.high - 48, 26, True)
-        band = [(x.at(p[0]), y.at(p[1])) for p in points] + [(x.at(p[0]), y.at(p[3])) for p in reversed(points)]
-        at = [min(max(v, min(a.start, a.end)), max(a.start, a.end)) for v, a in ((x.at(tokens), x), (y.at(now), y))]
-        ends = " ".join(f'data-{name}="{a.low!r} {a.high!r} {a.start!r} {a.end!r}"' for name, a in (("x", x), ("y", y)))
-        return _svg(size, "hours over the tokens seen, with the band of the forecast", [
-            *_grid(x, y, across, up), _path(band, "band", True), _path([(x.at(p[0]), y.at(p[2])) for p in points], "curve"),
-            f'<g class="marker" transform="translate({at[0]:.2f} {at[1]:.2f})"><circle r="9" class="ring"/>'
-            '<circle r="4.5" class="fits"/></g>'], extra=f" {ends}")
-
-    return _chart("hours over the tokens seen", draw)
-
-
-def soak(windows: Sequence[dict]) -> str:
-    """Seconds of a step over time, and the temperature below it where a card tells one; nothing without two windows."""
-    rows = [(at, step, number(w["temperature_c"])) for w in windows
-            if (at := number(w["at_s"])) is not None and (step := number(w["step_s"])) is not None]
-    if len(rows) < 2 or not rows[-1][0] > rows[0][0]:
-        return ""
-    heats = [(at, heat) for at, _, heat in rows if heat is not None]
-    panels = [("step", [(at, step) for at, step, _ in rows], step_text)]
-    panels += [("temperature", heats, lambda v: figure(v, "{:.0f} °C".format))] if len(heats) > 1 else []
-    name = "step time and temperature under load"
-    each, gap = 104, 44
-
-    def draw(size: Size) -> str:
-        parts = []
-        total = len(panels) * (each + gap) + 24
-        ups = []
-        for title, values, text in panels:
-            low, high = min(v for _, v in values), max(v for _, v in values)
-            more = max((high - low) * 0.15, abs(high) * 0.01) or 1.0
-            low, high = low - more, high + more
-            ups.append((low, high, Labels(title, [(v, text(v)) for v in ticks.linear(low, high, 3)])))
-        left = max(_margin(up) for _, _, up in ups)
-        across = Labels("time under load", [(v, ticks.duration_label(v) if v else "0")
-                                            for v in ticks.clock(rows[0][0], rows[-1][0], size.across)])
-        x = Axis(rows[0][0], rows[-1][0], left, size.wide - 14)
-        for i, ((low, high, up), (_, values, _)) in enumerate(zip(ups, panels, strict=True)):
-            top = 26 + i * (each + gap)
-            y = Axis(low, high, top + each, top)
-            last = i == len(panels) - 1
-            parts += _grid(x, y, across if last else Labels("", []), up)
-            parts.append(_path([(x.at(at), y.at(v)) for at, v in values], "curve"))
-        return _svg(size, name, parts, total)
-
-    return _chart(name, draw)
-
-
-RATIOS = (("tok_s", "tok/s"), ("peak_bytes", "peak"), ("hours", "time"))
-
-
-def drawn_ratio(receipt: dict, key: str) -> float | None:
-    """Actual over planned, kept where an axis can reach it; None where it is unknown."""
-    value = number(receipt["ratio"].get(key))
-    return None if value is None or value <= 0 else min(max(value, 1e-3), 1e3)
-
-
-def reach(values: Sequence[float]) -> tuple[float, float]:
-    """The ends of a logarithmic axis with 1 in its middle that holds `values`, and 5% at least."""
-    far = max([0.05, *(abs(math.log(v)) for v in values)]) * 1.15
-    return math.exp(-far), math.exp(far)
-
-
-def ratios(receipts: Sequence[dict]) -> str:
-    """Actual over planned, a row of dots for each of RATIOS; nothing without one."""
-    found = {key: [(v, r) for r in receipts if (v := drawn_ratio(r, key)) is not None] for key, _ in RATIOS}
-    values = [v for of_key in found.values() for v, _ in of_key]
-    if not values:
-        return ""
-    low, high = reach(values)
-    name = "actual over planned, of every run"
-
-    def draw(size: Size) -> str:
-        x = Axis(low, high, 64, size.wide - 24, True)
-        base = 22 + 34 * len(RATIOS)
-        parts = []
-        for v, text in ticks.differences(low, high, size.across - 1):
-            parts += [_line(x.at(v), 12, x.at(v), base, "axis" if v == 1 else "grid"),
-                      _text(x.at(v), base + 18, text, "middle")]
-        for i, (key, label) in enumerate(RATIOS):
-            y = 30 + 34 * i
-            parts.append(_text(0, y + 4, label, name="name"))
-            for value, r in found[key]:
-                text = esc(f"{r['run']}: {label} {ratio_text(r['ratio'][key])}")
-                parts.append(f'<g transform="translate({x.at(value):.1f} {y})">{MARKS["fits"]}<title>{text}</title></g>')
-        return _svg(size, name, parts, base + 26)
-
-    return _chart(name, draw)
-
+    handles = [Line2D([], [], label=label, **style) for label, style in styles.items()]
+    drawing.figure.legend(handles=handles, loc="outside lower left", ncols=5 if size.is_wide else 3, fontsize=TEXT_PX,
+                          frameon=False, labelcolor=COLOURS["quiet"], handletextpad=0.2, columnspacing=1, handlelength=1.5)

@@ -1,108 +1,177 @@
-"""A map of tok/s over batch and length as an HTML table, with the cliff as a line through it."""
+"""The page's map of one series over batch and length: what was measured, and estimates between it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-from planner.report.html import bytes_text, esc, number, scroller, span_text, tok_s_text
-from probe.show.heatmap import BEYOND, STATUS_WORDS, Series, frontier
+from planner.decide.costmodel import CostModel
+from planner.report.text import bytes_text, range_text, tok_s_text
+from probe.cell import Cell
+from probe.records import Record, Status
+from probe.show.heatmap import STATUS_WORDS, CellMap, Place, Places, frontier, series_title
+from trainer.plan import Span
 
 SHADES = 9
-"""Steps of the colour ramp, classes q0 to q8 in page.html."""
-
-Place = tuple[int, int]
-
-
-def ends(all_series: Iterable[dict]) -> tuple[float, float]:
-    """The lowest and the highest tok/s that are shaded: one scale for all maps, so that they can be compared."""
-    known = [v for s in all_series for cell in s["cells"] if runs(cell) and (v := number(cell["tok_s"])) is not None]
-    return min(known, default=0.0), max(known, default=0.0)
+"""Steps of the colour ramp, classes q0 to q8 in style.css."""
+MOST_ESTIMATED = 120
+"""Cells of a map above which gaps are left open: a fit to so many takes a second."""
 
 
-def heat_map(series: dict, low: float, high: float) -> str:
-    """The map of one series, shaded from `low` to `high` tok/s, and its legend; nothing if it has no cells."""
-    newest = {}
-    for cell in sorted(series["cells"], key=lambda cell: not cell["estimated"]):
-        newest[cell["batch"], cell["length"]] = cell
-    if not newest:
-        return ""
-    batches, lengths = (sorted(set(values)) for values in zip(*newest, strict=True))
-    cells = {(batches.index(b), lengths.index(n)): cell for (b, n), cell in newest.items()}
-    over = {at for at, cell in cells.items() if cell["over"]}
-    fitting = {at for at, cell in cells.items() if runs(cell)} - over
-    failed = over | {at for at, cell in cells.items() if cell["status"] in BEYOND}
-    *_, upright, level = frontier(len(batches), len(lengths), fitting, failed)
+@dataclass(frozen=True)
+class Estimate:
+    """What the cost model says of a cell that was not measured; `note` is what weakens it, "" if nothing does."""
 
-    def shade(cell: dict) -> str:
-        value = number(cell["tok_s"])
-        if not runs(cell) or value is None:
-            return ""
-        return f" q{min(SHADES - 1, int((value - low) / (high - low) * SHADES))}" if high > low else f" q{SHADES // 2}"
-
-    def drawn(at: Place) -> str:
-        edges = " up" * (at in upright) + " level" * (at in level)
-        if at not in cells:
-            return f'<td class="none{edges}"><span aria-label="never run">·</span></td>'
-        return _cell(cells[at], shade(cells[at]) + edges)
-
-    rows = "\n".join(f'<tr><th scope="row">{batch:,}</th>{"".join(drawn((r, c)) for c in range(len(lengths)))}</tr>'
-                     for r, batch in enumerate(batches))
-    heads = "".join(f'<th scope="col">{length:,}</th>' for length in lengths)
-    name = f"tok/s over batch and length: {series_title(series)}"
-    return (scroller(name, f'<table class="map"><thead><tr><th class="corner" scope="col">batch<span> \\ </span>length</th>'
-                           f'{heads}</tr></thead>\n<tbody>{rows}</tbody></table>')
-            + _legend(cells, len(batches) * len(lengths), bool(upright or level), low, high))
+    cell: Cell
+    tok_s: Span
+    peak_bytes: float | None
+    note: str
 
 
-def series_title(series: dict) -> str:
-    return Series(**{name: series[name] for name in ("model", "vocab", "accum", "engine", "recompute", "update")}).title
+@dataclass(frozen=True)
+class MapCell:
+    """A cell as it is drawn: `kind` is one of fits, estimated, over and failed; `title` is for whoever points at it."""
+
+    kind: str
+    cell: Cell
+    tok_s: float | None
+    peak_bytes: float | None
+    status: Status | None
+    is_pick: bool
+    title: str
+
+    @property
+    def is_estimated(self) -> bool:
+        return self.status is None
+
+    @property
+    def headline(self) -> str:
+        return "~" * self.is_estimated + tok_s_text(self.tok_s) if self.tok_s else str(self.status)
+
+    @property
+    def peak(self) -> str:
+        return "~" * self.is_estimated + bytes_text(self.peak_bytes) if self.peak_bytes else ""
 
 
-def runs(cell: dict) -> bool:
-    """Whether a cell has a throughput to be shaded by: measured as fitting, or estimated and not known to fail."""
-    return cell["status"] == "fits" or (cell["estimated"] and cell["status"] not in STATUS_WORDS)
+@dataclass(frozen=True)
+class SeriesMap:
+    """The map of one series: what was `measured`, `estimates` of its gaps, and the plan's `pick`, of any series."""
+
+    measured: CellMap
+    estimates: dict[Place, Estimate]
+    pick: Cell | None
+
+    @classmethod
+    def of(cls, records: Sequence[Record], limit_bytes: int | None, cliff_bytes: int | None,
+           pick: Cell | None = None) -> "SeriesMap":
+        """The map of one series' records, oldest first; UserError if there are none."""
+        measured = CellMap.of(records, limit_bytes, cliff_bytes)
+        return cls(measured, _estimates(measured), pick)
+
+    @property
+    def series(self) -> Cell:
+        return next(iter(self.measured.records.values())).cell.series
+
+    @property
+    def title(self) -> str:
+        return series_title(self.series)
+
+    @cached_property
+    def over(self) -> Places:
+        """What fits, or would by estimate, but needs more than may be used."""
+        bound = self.measured.bound
+        return self.measured.over | {at for at, e in self.estimates.items() if bound and (e.peak_bytes or 0) > bound[0]}
+
+    @cached_property
+    def _edges(self) -> tuple[Places, Places]:
+        """Those of the cliff, as CellMap has them, with the estimates on either side of it too."""
+        m = self.measured
+        good = m.good | (self.estimates.keys() - self.over - m.bad)
+        return frontier(len(m.batches), len(m.lengths), good, m.bad | self.over)[2:]
+
+    def is_upright(self, at: Place) -> bool:
+        return at in self._edges[0]
+
+    def is_level(self, at: Place) -> bool:
+        return at in self._edges[1]
+
+    @property
+    def has_cliff(self) -> bool:
+        return any(self._edges)
+
+    @cached_property
+    def cells(self) -> dict[Place, MapCell]:
+        """The cells that something is known of."""
+        return {at: self._estimated_cell(at, e) for at, e in self.estimates.items()} | {
+            at: self._measured_cell(at, r) for at, r in self.measured.records.items()}
+
+    def rows(self) -> Iterator[tuple[int, list[tuple[Place, MapCell | None]]]]:
+        """(batch, its (place, cell) by length)"""
+        for r, batch in enumerate(self.measured.batches):
+            yield batch, [((r, c), self.cells.get((r, c))) for c in range(len(self.measured.lengths))]
+
+    @property
+    def statuses(self) -> dict[Status, str]:
+        """What the failures in it mean."""
+        statuses = {r.status for r in self.measured.records.values()}
+        return {status: words for status, words in STATUS_WORDS.items() if status in statuses}
+
+    @property
+    def has_gaps(self) -> bool:
+        return len(self.cells) < len(self.measured.batches) * len(self.measured.lengths)
+
+    def _measured_cell(self, at: Place, r: Record) -> MapCell:
+        peak = [f"peak {bytes_text(r.peak_bytes)}" + ", over the limit" * (at in self.over)] if r.peak_bytes else []
+        speed = [f"{tok_s_text(r.tok_s)} tok/s"] if r.tok_s else []
+        kind = "failed" if not r.fits else "over" if at in self.over else "fits"
+        return MapCell(kind=kind, cell=r.cell, tok_s=r.tok_s if r.fits else None, peak_bytes=r.peak_bytes, status=r.status,
+                       is_pick=r.cell == self.pick, title=_title(r.cell, [str(r.status), *speed, *peak], r.why))
+
+    def _estimated_cell(self, at: Place, e: Estimate) -> MapCell:
+        peak = [f"peak ~{bytes_text(e.peak_bytes)}" + ", over the limit" * (at in self.over)] if e.peak_bytes else []
+        speed = f"~{tok_s_text(e.tok_s.mid)} tok/s ({range_text(e.tok_s.low, e.tok_s.high, tok_s_text)})"
+        return MapCell(kind="over" if at in self.over else "estimated", cell=e.cell, tok_s=e.tok_s.mid,
+                       peak_bytes=e.peak_bytes, status=None, is_pick=False,
+                       title=_title(e.cell, ["estimated", speed, *peak], e.note))
 
 
-def describe(cell: dict) -> str:
-    """A cell in words, for whoever points at it."""
-    about = "~" * cell["estimated"]
-    parts = ["estimated" if cell["estimated"] else cell["status"]]
-    if number(cell["tok_s"]) is not None:
-        between = (cell["tok_s_low"], cell["tok_s_high"])
-        band = f" ({span_text(*between, tok_s_text)})" if cell["estimated"] and None not in between else ""
-        parts.append(f"{about}{tok_s_text(cell['tok_s'])} tok/s{band}")
-    if number(cell["peak_bytes"]) is not None:
-        parts.append(f"peak {about}{bytes_text(cell['peak_bytes'])}" + ", over the limit" * cell["over"])
-    why = f"; {cell['why']}" if cell["why"] else ""
-    return f"B={cell['batch']} L={cell['length']}: {', '.join(map(str, parts))}{why}"
+def _title(cell: Cell, parts: list[str], why: str) -> str:
+    return f"B={cell.batch} L={cell.length}: {', '.join(parts)}" + f"; {why}" * bool(why)
 
 
-def _cell(cell: dict, classes: str) -> str:
-    about = "~" * cell["estimated"]
-    works = runs(cell)
-    main = about + (tok_s_text(cell["tok_s"]) if works else esc(cell["status"]))
-    peak = about + bytes_text(cell["peak_bytes"]) if number(cell["peak_bytes"]) is not None else ""
-    flags = '<span class="flag">over</span>' * cell["over"] + '<span class="flag picked">pick</span>' * cell["pick"]
-    names = "".join(f" {name}" for name, holds in (("failed", not works), ("over", cell["over"]), ("pick", cell["pick"]),
-                                                   ("estimated", cell["estimated"])) if holds)
-    return (f'<td class="cell{names}{classes}" title="{esc(describe(cell))}"><b>{main}</b><small>{esc(peak)}</small>{flags}'
-            "</td>")
+def _estimates(cells: CellMap) -> dict[Place, Estimate]:
+    """The cost model's of the gaps; none where there is no model, or past the cliff."""
+    records = list(cells.records.values())
+    one = records[0].cell
+    gaps = {(r, c): one.with_step(batch=b, length=n) for r, b in enumerate(cells.batches)
+            for c, n in enumerate(cells.lengths) if (r, c) not in cells.records}
+    if not gaps or len(gaps) + len(records) > MOST_ESTIMATED or one.is_custom:
+        return {}
+    try:
+        predictions = CostModel(records).predict(list(gaps.values()))
+    except ValueError:
+        return {}
+    return {at: Estimate(cell, Span(*(cell.step.tokens / s for s in (p.step_s.high, p.step_s.mid, p.step_s.low))),
+                         p.peak_bytes.mid if p.peak_bytes else None, p.note)
+            for (at, cell), p in zip(gaps.items(), predictions, strict=True) if p is not None}
 
 
-def _legend(cells: dict[Place, dict], places: int, cliff: bool, low: float, high: float) -> str:
-    """What the signs of this map mean, those that are in it."""
-    found = {cell["status"] for cell in cells.values()}
-    entries = []
-    if any(runs(cell) for cell in cells.values()):
-        ramp = "".join(f'<i class="q{i}"></i>' for i in range(SHADES)) if high > low else ""
-        entries.append(f'<span class="ramp">{ramp}</span>{span_text(low, high, tok_s_text)} tok/s over all maps; peak below')
-    if any(cell["pick"] for cell in cells.values()):
-        entries.append('<span class="sign pick"></span>the pick')
-    if cliff:
-        entries.append('<span class="sign cliff"></span>the cliff: fits on one side, fails on the other')
-    if any(cell["over"] for cell in cells.values()):
-        entries.append('<span class="flag">over</span>its peak is over the limit')
-    if any(cell["estimated"] for cell in cells.values()):
-        entries.append("<span><i>~ estimated</i>, not measured</span>")
-    if len(cells) < places:
-        entries.append("· never run")
-    entries += [f"<b>{status}</b> {esc(meaning)}" for status, meaning in STATUS_WORDS.items() if status in found]
-    return '<ul class="legend">' + "".join(f"<li>{entry}</li>" for entry in entries) + "</ul>"
+@dataclass(frozen=True)
+class Scale:
+    """The lowest and the highest tok/s that are shaded: one for all maps, so that they can be compared."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, maps: Iterable[SeriesMap]) -> "Scale":
+        speeds = [cell.tok_s for each in maps for cell in each.cells.values() if cell.tok_s]
+        return cls(min(speeds, default=0.0), max(speeds, default=0.0))
+
+    @property
+    def shades(self) -> range:
+        return range(SHADES if self.high > self.low else 0)
+
+    def shade(self, tok_s: float) -> int:
+        if not self.high > self.low:
+            return SHADES // 2
+        return min(SHADES - 1, int((tok_s - self.low) / (self.high - self.low) * SHADES))

@@ -1,159 +1,170 @@
-"""What `plan report` shows: a plan, records and past runs as the one dict that page.py and pictures.py draw."""
+"""What `plan report` shows: a plan, records and past runs as the page and its pictures draw them."""
 
-import dataclasses
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 import numpy as np
 
-from planner.decide.build import TABLE, Forecast, Question, digest, side_by_side
-from planner.decide.choose import Candidate, step_name
-from planner.decide.costmodel import CostModel, option
-from planner.decide.inputs import Known, kinds, of_model
+from planner.decide.build import TABLE, Forecast, PlanRequest, side_by_side
+from planner.decide.calibration import PastRun
+from planner.decide.choose import Candidate
+from planner.decide.inputs import PlanInputs, models_in, of_model
+from planner.report.curve import Point, usable
+from planner.report.heatmap import SeriesMap
 from probe.cell import Cell
 from probe.cliff import default_limit
 from probe.records import Record, latest
+from probe.show.heatmap import series_of
+from probe.soak import Soak
 from spillcliff.units import format_count
+from trainer.config import StepConfig
 from trainer.plan import Plan, Span
 
 CURVE = np.logspace(6, 11, 51)
 """Tokens for which the hours are drawn: the smallest corpus worth a run, to a hundred billion."""
-MOST_ESTIMATED = 120
-"""Cells of a map above which gaps are left open: a fit to so many takes a second."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus and its hours."""
+
+    name: str
+    tokens: int
+    hours: Span
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """What the planner picks for one model at the plan's corpus and limit; `note` says why where that is nothing."""
+
+    model: str
+    parameters: int
+    tokens_per_parameter: float
+    step: StepConfig | None = None
+    tok_s: float | None = None
+    peak_bytes: float | None = None
+    hours: Span | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class PageData:
+    """All that is shown. `records` are of one device. Without a plan, `failure` says why there is none, and what a plan
+    brings is empty. `curve` are points that a logarithm can be taken of."""
+
+    title: str
+    at: str
+    device: str
+    notes: list[str] = field(default_factory=list)
+    plan: Plan | None = None
+    failure: str = ""
+    limit_bytes: int | None = None
+    limit_from: str = ""
+    cliff_bytes: int | None = None
+    maps: list[SeriesMap] = field(default_factory=list)
+    curve: list[Point] = field(default_factory=list)
+    corpora: list[Corpus] = field(default_factory=list)
+    models: list[ModelRow] = field(default_factory=list)
+    past: list[PastRun] = field(default_factory=list)
+    soak: Soak | None = None
+    records: list[Record] = field(default_factory=list)
 
 
 def pick_of(plan: Plan, records: Sequence[Record]) -> Candidate | None:
     """The measured cell that a plan's step comes from; None if its record is not there."""
-    accum, alone = plan.step.accum, dataclasses.replace(plan.step, accum=1)
-    there = [Candidate(r, accum) for r in records if r.model == plan.model and r.status == "fits"
-             and dataclasses.replace(r.cell.step, accum=1) == alone and (r.cell.accum > 1) == (accum > 1)]
-    return min(there, key=Candidate.stretch, default=None)
+    accum, one_micro_step = plan.step.accum, replace(plan.step, accum=1)
+    candidates = [Candidate(r, accum) for r in records if r.model == plan.model and r.fits
+                  and replace(r.cell.step, accum=1) == one_micro_step and (r.cell.accum > 1) == (accum > 1)]
+    return min(candidates, key=Candidate.stretch, default=None)
 
 
-def forecast_of(plan: Plan, records: Sequence[Record], known: Known) -> Forecast | None:
+def forecast_of(plan: Plan, records: Sequence[Record], inputs: PlanInputs) -> Forecast | None:
     """The forecast that a plan holds, so that other corpora can be asked of it; None if its record is not there."""
     pick = pick_of(plan, records)
     if pick is None:
         return None
     tok_s, tokens = plan.predicted.tok_s, plan.step.tokens
-    step_s = Span(tokens / tok_s.high, tokens / tok_s.mid, tokens / tok_s.low)
-    return Forecast(plan, pick, step_s, known.calibration(pick.record).rates, known.power_w(pick.record))
+    return Forecast(plan=plan, pick=pick, step_s=Span(tokens / tok_s.high, tokens / tok_s.mid, tokens / tok_s.low),
+                    rates=inputs.calibration(pick.record).rates, power_w=inputs.power_w(pick.record))
 
 
-def page_data(plan: Plan | None, records: Sequence[Record], known: Known, notes: list[str]) -> dict:
-    """Everything that the page shows; see page.html_page for its keys. `records` are of one device, the plan's if there is
-    one; without, the maps alone are shown, and why there is no plan."""
+def page_data(plan: Plan | None, records: Sequence[Record], inputs: PlanInputs, notes: Sequence[str]) -> PageData:
+    """What the page shows of a device's `records`, at least one and of the plan's device, oldest first. `notes` come before
+    everything else."""
     records = list(latest(records).values())
-    default, source = default_limit(records, known.cliff) or (None, "not known")
-    data = {
-        "title": f"{records[0].device}: no plan", "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": records[0].device, "notes": notes, "plan": None, "failure": "", "limit_bytes": default,
-        "limit_from": source, "cliff_bytes": known.cliff and known.cliff.device_bytes,
-        "series": _series(records, default, None), "curve": [], "corpora": [], "sizes": [], "receipts": [],
-        "soak": _soak(known), "records": [_row(r) for r in records]}
+    cliff_bytes = inputs.cliff.device_bytes if inputs.cliff else None
+    device, at = records[0].device, datetime.now(UTC).isoformat(timespec="seconds")
+    soak = inputs.soaks[-1] if inputs.soaks else None
     if plan is None:
-        return data | {"failure": "no plan was made yet: plan --corpus 100M makes one"}
-    forecast = forecast_of(plan, records, known)
+        limit_bytes, limit_from = default_limit(records, inputs.cliff) or (None, "not known")
+        return PageData(
+            title=f"{device}: no plan", at=at, device=device, notes=list(notes), cliff_bytes=cliff_bytes, soak=soak,
+            failure="no plan was made yet: plan --corpus 100M makes one", limit_bytes=limit_bytes, limit_from=limit_from,
+            maps=_maps(records, limit_bytes, cliff_bytes, None), records=records)
+    forecast = forecast_of(plan, records, inputs)
+    curve = [(tokens, hours.low, hours.mid, hours.high) for tokens in CURVE.tolist()
+             for hours in [_hours(plan, forecast, tokens, 1.0)]]
+    pick = forecast.pick.record.cell if forecast else None
+    corpora = [Corpus(format_count(size), size, plan.predicted.hours if size == plan.corpus_tokens else
+                      _hours(plan, forecast, size, plan.epochs)) for size in sorted({*TABLE, plan.corpus_tokens})]
+    return PageData(
+        title=f"{plan.model.name} on {plan.device}", at=at, device=plan.device,
+        notes=[*notes, *_warnings(plan, forecast, records)], plan=plan, limit_bytes=plan.limit_bytes,
+        limit_from=next((line.partition(": ")[2] for line in plan.why if line.startswith("limit ")), ""),
+        cliff_bytes=cliff_bytes, maps=_maps(records, plan.limit_bytes, cliff_bytes, pick),
+        curve=usable(curve), corpora=corpora, models=_models(records, plan, inputs),
+        past=[run for run in inputs.past if run.device == plan.device], soak=soak, records=records)
+
+
+def _warnings(plan: Plan, forecast: Forecast | None, records: list[Record]) -> list[str]:
+    warnings = []
     if forecast is None:
-        notes = [*notes, "the record that this plan was made from is not there: hours are the plan's own, in proportion"]
-    if forecast and digest([r for r in records if r.model == plan.model]) != plan.records_sha256:
-        notes = [*notes, "cells were measured since this plan was made: plan again to count them"]
-    of_device = [p for p in known.past if p.device == plan.device]
-    return data | {
-        "title": f"{plan.model.name} on {plan.device}", "device": plan.device, "notes": notes, "plan": plan.to_json(),
-        "limit_bytes": plan.limit_bytes,
-        "limit_from": next((line.partition(": ")[2] for line in plan.why if str(line).startswith("limit ")), ""),
-        "series": _series(records, plan.limit_bytes, forecast and forecast.pick.record.cell),
-        "curve": [[tokens, *_ends(_hours(plan, forecast, tokens, 1.0))] for tokens in CURVE.tolist()],
-        "corpora": [[format_count(size), size, *_ends(plan.predicted.hours if size == plan.corpus_tokens else
-                                                      _hours(plan, forecast, size, plan.epochs))]
-                    for size in sorted({*TABLE, plan.corpus_tokens})],
-        "sizes": _sizes(records, plan, known),
-        "receipts": [{"run": p.run, "at": p.plan.at, "model": p.plan.model.name, "step": step_name(p.plan.step),
-                      **{k: p.receipt[k] for k in ("planned", "actual", "ratio")}} for p in of_device]}
+        warnings.append("the record that this plan was made from is not there: hours are the plan's own, in proportion")
+    if any(r.model == plan.model and _is_later(r.at, plan.at) for r in records):
+        warnings.append("cells were measured since this plan was made: plan again to count them")
+    return warnings
 
 
-def _hours(plan: Plan, forecast: Forecast | None, corpus: float, epochs: float) -> Span:
-    if forecast:
-        return forecast.hours_of(corpus, epochs)
-    share = corpus * epochs / (plan.corpus_tokens * plan.epochs)
-    return Span(*(share * hours for hours in _ends(plan.predicted.hours)))
-
-
-def _ends(span: Span) -> tuple[float, float, float]:
-    return span.low, span.mid, span.high
-
-
-def _series(records: list[Record], limit_bytes: int | None, pick: Cell | None) -> list[dict]:
-    """One map for each option, the pick's first, gaps filled by the cost model."""
-    groups: dict[tuple, list[Record]] = {}
-    for r in records:
-        groups.setdefault(option(r.cell), []).append(r)
-    first = pick and option(pick)
-    found = []
-    for key, group in sorted(groups.items(), key=lambda kv: kv[0] != first):
-        cells = [{"batch": r.cell.batch, "length": r.cell.length, "status": r.status, "why": r.why,
-                  "tok_s": r.tok_s, "peak_bytes": r.peak_bytes, "estimated": False, "tok_s_low": None, "tok_s_high": None,
-                  "pick": r.cell == pick, "over": (r.peak_bytes or 0) > (limit_bytes or math.inf)} for r in group]
-        model, vocab, accum, engine, recompute, update = key
-        found.append({"model": model, "engine": engine, "recompute": recompute, "accum": accum, "update": update,
-                      "vocab": vocab, "cells": cells + _estimated(group, limit_bytes or math.inf)})
-    return found
-
-
-def _estimated(group: list[Record], limit_bytes: float) -> list[dict]:
-    batches, lengths = ({getattr(r.cell, name) for r in group} for name in ("batch", "length"))
-    there = {(r.cell.batch, r.cell.length) for r in group}
-    gaps = [dataclasses.replace(group[0].cell, batch=b, length=n) for b in sorted(batches) for n in sorted(lengths)
-            if (b, n) not in there]
-    if not gaps or len(gaps) + len(group) > MOST_ESTIMATED or group[0].cell.is_foreign:
-        return []
+def _is_later(at: str, than: str) -> bool:
+    """Whether one time, as files have it, is after another; not if one of them is no time."""
     try:
-        predictions = CostModel(group).predict(gaps)
-    except ValueError:
-        return []
-    return [{"batch": c.batch, "length": c.length, "status": "", "why": p.note, "tok_s": c.step.tokens / p.step_s.mid,
-             "tok_s_low": c.step.tokens / p.step_s.high, "tok_s_high": c.step.tokens / p.step_s.low,
-             "peak_bytes": p.peak_bytes and p.peak_bytes.mid, "estimated": True, "pick": False,
-             "over": bool(p.peak_bytes) and p.peak_bytes.mid > limit_bytes}
-            for c, p in zip(gaps, predictions, strict=True) if p is not None]
+        return datetime.fromisoformat(at) > datetime.fromisoformat(than)
+    except (ValueError, TypeError):  # TypeError: one of them tells no zone
+        return False
 
 
-def _sizes(records: list[Record], plan: Plan, known: Known) -> list[dict]:
-    """The plan, and every other measured model at its corpus and limit."""
-    question = Question(plan.corpus_tokens, None, plan.epochs, None, None, plan.limit_bytes)
-    groups = {f"{model} {vocab}": of_model(records, model, vocab) for model, vocab in kinds(records)}
+def _hours(plan: Plan, forecast: Forecast | None, corpus_tokens: float, epochs: float) -> Span:
+    if forecast:
+        return forecast.hours_of(corpus_tokens, epochs)
+    share, hours = corpus_tokens * epochs / (plan.corpus_tokens * plan.epochs), plan.predicted.hours
+    return Span(share * hours.low, share * hours.mid, share * hours.high)
+
+
+def _maps(records: list[Record], limit_bytes: int | None, cliff_bytes: int | None, pick: Cell | None) -> list[SeriesMap]:
+    """One map a series, the pick's first."""
+    first = pick.series if pick else None
+    return [SeriesMap.of(group, limit_bytes, cliff_bytes, pick)
+            for series, group in sorted(series_of(records).items(), key=lambda item: item[0] != first)]
+
+
+def _models(records: list[Record], plan: Plan, inputs: PlanInputs) -> list[ModelRow]:
+    """The plan, and every other measured model at its corpus and limit, smallest first."""
+    request = PlanRequest(corpus_tokens=plan.corpus_tokens, epochs=plan.epochs, limit_bytes=plan.limit_bytes)
+    groups = {f"{model} {vocab}": of_model(records, model, vocab) for model, vocab in models_in(records)}
     rows = []
-    for name, forecast in side_by_side(groups, question, known).items():
-        model = groups[name][0].model
-        row = {"model": model.name, "parameters": model.parameters, "pick": "", "tok_s": None, "peak_bytes": None,
-               "hours": None, "tokens_per_parameter": plan.corpus_tokens * plan.epochs / model.parameters, "note": ""}
+    for name, forecast in side_by_side(groups, request, inputs).items():
+        model = groups[name][0].cell.config
+        assert model is not None  # those of models_in are ours
+        row = ModelRow(model.name, model.parameters, plan.corpus_tokens * plan.epochs / model.parameters)
         if model == plan.model:
-            forecast = plan
-        if isinstance(forecast, str):
-            row["note"] = forecast
+            row = _with_plan(row, plan)
         else:
-            chosen = forecast if forecast is plan else forecast.plan
-            p = chosen.predicted
-            row |= {"pick": step_name(chosen.step), "tok_s": p.tok_s.mid, "peak_bytes": p.peak_bytes.mid,
-                    "hours": dataclasses.asdict(p.hours)}
+            row = replace(row, note=forecast) if isinstance(forecast, str) else _with_plan(row, forecast.plan)
         rows.append(row)
-    return sorted(rows, key=lambda row: row["parameters"])
+    return sorted(rows, key=lambda row: row.parameters)
 
 
-def _soak(known: Known) -> dict | None:
-    if not known.soaks:
-        return None
-    s = known.soaks[-1]
-    names = ("at_s", "step_s", "clock_mhz", "temperature_c", "power_w")
-    return {"at": s.at, "factor": s.factor, "settled": s.settled,
-            "windows": [{name: getattr(w, name) for name in names} for w in s.windows]}
-
-
-def _row(r: Record) -> dict:
-    c = r.cell
-    return {"at": r.at, "model": c.model, "batch": c.batch, "length": c.length, "accum": c.accum, "engine": c.engine,
-            "recompute": c.recompute, "update": c.update, "vocab": c.vocab, "status": r.status, "why": r.why,
-            "tok_s": r.tok_s, "step_s": r.median_step_s, "peak_bytes": r.peak_bytes,
-            "reserved_peak_bytes": r.reserved_peak_bytes, "allocated_peak_bytes": r.allocated_peak_bytes}
+def _with_plan(row: ModelRow, plan: Plan) -> ModelRow:
+    return replace(row, step=plan.step, tok_s=plan.predicted.tok_s.mid, peak_bytes=plan.predicted.peak_bytes.mid,
+                   hours=plan.predicted.hours)

@@ -1,17 +1,21 @@
 """The plan in words and tables."""
 
+from collections.abc import Callable, Sequence
+
 from planner.decide.build import Forecast
+from planner.decide.calibration import PastRun
 from spillcliff.hardware.fingerprints import device_count
 from spillcliff.units import format_bytes, format_count, format_duration
-from trainer.plan import Span
+from trainer.plan import RunnerUp, Span
 
 RUNNER_HEAD = ("runner-up", "tok/s", "time", "peak", "saves")
 CORPUS_HEAD = ("corpus", "low", "hours", "high")
 SIZE_HEAD = ("model", "pick", "tok/s", "peak", "time", "tok/par")
 PAST_HEAD = ("past run", "tok/s", "peak", "time")
+SHOWN_RUNS = 5
 
 
-def span_text(span: Span, text) -> str:
+def span_text(span: Span, text: Callable[[float], str]) -> str:
     """The middle, and the ends where they differ from it as shown."""
     low, mid, high = text(span.low), text(span.mid), text(span.high)
     return mid if low == mid == high else f"{mid} ({low} to {high})"
@@ -44,11 +48,16 @@ def lines(forecast: Forecast) -> list[str]:
 
 def runner_rows(forecast: Forecast) -> list[tuple[str, ...]]:
     """Of the runners-up: cell, tok/s, time, peak, and the memory that it would save (or cost, with a minus)."""
-    return [(str(r.step), f"{r.tok_s or 0:,.0f}", f"{hours_text(r.hours or 0)} ({((r.hours_ratio or 1) - 1) * 100:+.0f}%)",
-             format_bytes(r.peak_bytes), _signed(r.saves_bytes or 0)) for r in forecast.plan.runners_up]
+    return [_runner_row(runner) for runner in forecast.plan.runners_up]
 
 
-def _signed(size: float) -> str:
+def _runner_row(runner: RunnerUp) -> tuple[str, ...]:
+    return (str(runner.step), f"{runner.tok_s or 0:,.0f}",
+            f"{hours_text(runner.hours or 0)} ({((runner.hours_ratio or 1) - 1) * 100:+.0f}%)",
+            format_bytes(runner.peak_bytes), _signed_bytes(runner.saves_bytes or 0))
+
+
+def _signed_bytes(size: float) -> str:
     return "-" * (size < 0) + format_bytes(abs(size))
 
 
@@ -60,7 +69,7 @@ def hour_rows(forecast: Forecast) -> list[tuple[str, ...]]:
 
 def size_rows(forecasts: dict[str, Forecast | str]) -> list[tuple[str, ...]]:
     """A row for each model; those without a plan say so."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, forecast in forecasts.items():
         if isinstance(forecast, str):
             rows.append((name, "no plan", "-", "-", "-", "-"))
@@ -72,10 +81,12 @@ def size_rows(forecasts: dict[str, Forecast | str]) -> list[tuple[str, ...]]:
     return rows
 
 
-def past_rows(forecast: Forecast, past) -> list[tuple[str, ...]]:
+def past_rows(forecast: Forecast, past: Sequence[PastRun]) -> list[tuple[str, ...]]:
     """How the latest runs on this device came out against their plans, as differences."""
-    def off(ratio: float | None) -> str:
-        return f"{(ratio - 1) * 100:+.1f}%" if ratio else "-"
+    of_device = [run for run in past if run.device == forecast.plan.device]
+    return [(run.run, *(_difference(run.receipt["ratio"].get(k)) for k in ("tok_s", "peak_bytes", "hours")))
+            for run in of_device[-SHOWN_RUNS:]]
 
-    here = [p for p in past if p.device == forecast.plan.device]
-    return [(p.run, *(off(p.receipt["ratio"].get(k)) for k in ("tok_s", "peak_bytes", "hours"))) for p in here[-5:]]
+
+def _difference(ratio: float | None) -> str:
+    return f"{(ratio - 1) * 100:+.1f}%" if ratio else "-"

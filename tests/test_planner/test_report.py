@@ -7,14 +7,16 @@ import subprocess
 import sys
 
 import pytest
-from helpers.made import make_cliff, make_record, write_records
+from helpers.made import make_cliff, make_plan, make_record, write_records
+from helpers.page_data import make_soak
 from test_planner import CASE, gtx1060
-from test_soak import soak, windows
 
+from planner.decide.choose import Candidate
 from planner.report.page_data import pick_of
+from probe.soak import append
 from spillcliff.files import write_json
 from spillcliff.hardware.fingerprints import cpu_name, slug
-from trainer.config import ModelConfig
+from trainer.config import ModelConfig, StepConfig
 from trainer.plan import Plan
 
 GTX = "nvidia-geforce-gtx-1060"
@@ -43,9 +45,11 @@ def ask(command, *arguments, code=0):
 
 def test_sizes_side_by_side_and_the_first_is_planned(command, home):
     out, words = ask(command, "--corpus", "100M", "--model", "150M,50M")
-    assert out["model"]["name"] == "150M" and list(out["models"]) == ["150M", "50M"]
+    assert out["model"]["name"] == "150M"
+    assert list(out["models"]) == ["150M", "50M"]
     assert out["models"]["50M"]["predicted"]["hours"]["mid"] < out["predicted"]["hours"]["mid"] / 2
-    assert "tok/par" in words and "0.66" in words
+    assert "tok/par" in words
+    assert "0.66" in words
     assert Plan.load(home / "results/plan.json").model.name == "150M"
 
 
@@ -58,23 +62,29 @@ def test_hours_say_how_many_tokens_and_whether_that_is_few(command, home):
     out, words = ask(command, "--hours", "12", "--model", "150M")
     assert out["predicted"]["hours"]["mid"] == pytest.approx(12, rel=0.01)
     assert out["corpus_tokens"] == pytest.approx(12 * 3600 * 2269, rel=0.01)
-    assert "0.65 a parameter, few" in words and "2203.15556" not in words and "Hoffmann" in words
-    many, words = ask(command, "--hours", "2000", "--model", "50M")
+    assert "0.65 a parameter, few" in words
+    assert "2203.15556" not in words
+    assert "Hoffmann" in words
+    _, words = ask(command, "--hours", "2000", "--model", "50M")
     assert "a parameter, many" in words or "about right" in words
 
 
 def test_energy_is_told_where_power_was_read(command, home):
     out, words = ask(command, "--corpus", "100M", "--model", "50M")
-    assert out["energy_kwh"] == pytest.approx(80 * out["predicted"]["hours"]["mid"] / 1000) and "kWh" in words
+    assert out["energy_kwh"] == pytest.approx(80 * out["predicted"]["hours"]["mid"] / 1000)
+    assert "kWh" in words
     out, words = ask(command, "--corpus", "100M", "--model", "150M")
-    assert out["energy_kwh"] is None and "kWh" not in words
+    assert out["energy_kwh"] is None
+    assert "kWh" not in words
 
 
 def test_where_nothing_fits_what_would_is_estimated_and_said_so(refused, home):
     line = refused(3, "plan", "--corpus", "100M", "--model", "150M", "--limit", "3.6GB", "--device", GTX)
-    assert "4.04 GB is over the 3.6 GB limit" in line and "By estimate, not measured" in line
+    assert "4.04 GB is over the 3.6 GB limit" in line
+    assert "By estimate, not measured" in line
     assert "150M B=1 L=512" in line or "150M B=2 L=512" in line
-    assert "recompute" in line and "probe grid --model 150M --batch" in line
+    assert "recompute" in line
+    assert "probe grid --model 150M --batch" in line
     assert not (home / "results/plan.json").exists()
 
 
@@ -86,13 +96,15 @@ def test_past_runs_are_shown_and_counted(command, home):
         "ratio": {"tok_s": 0.9, "peak_bytes": 1.01, "hours": 1.12}})
     after, words = ask(command, "--corpus", "100M", "--model", "150M")
     assert after["predicted"]["hours"]["mid"] == pytest.approx(before["predicted"]["hours"]["mid"] / 0.92, rel=0.01)
-    assert after["calibration"]["receipts"] == 1 and "-10.0%" in words and "1 past run" in words
+    assert after["calibration"]["receipts"] == 1
+    assert "-10.0%" in words
+    assert "1 past run" in words
 
 
 def test_a_soak_is_counted(command, home):
     before, _ = ask(command, "--corpus", "100M", "--model", "150M")
-    warm = soak(windows(10, lambda t: 0.9 if t <= 20 else 1.0), device=GTX, software={})
-    append_line(home / "results" / GTX / "soak.jsonl", warm.to_json())
+    warm = dataclasses.replace(make_soak(step_s=lambda i: 1.0 if i else 0.9), device=GTX)
+    append(home / "results" / GTX / "soak.jsonl", warm)
     after, words = ask(command, "--corpus", "100M", "--model", "150M")
     assert after["predicted"]["hours"]["mid"] == pytest.approx(before["predicted"]["hours"]["mid"] / 0.9, rel=0.01)
     assert "soak" in words
@@ -102,11 +114,12 @@ def test_records_of_another_build_are_pointed_out(command, tmp_path):
     here = slug(f"cpu {cpu_name()}")
     write_records(tmp_path / "results" / here / "records.jsonl", [make_record(device=here, software={"torch": "1.0"})])
     done = command("plan", "--corpus", "1M", "--limit", "5GB", "--device", here)
-    assert done.returncode == 0 and "note: measured with torch 1.0 (now " in done.stdout
+    assert done.returncode == 0
+    assert "note: measured with torch 1.0 (now " in done.stdout
 
 
 def test_the_first_users_card_through_words_json_and_the_page(command, home):
-    out, words = ask(command, "--corpus", "100M", "--model", "150M")
+    out, _ = ask(command, "--corpus", "100M", "--model", "150M")
     assert {size: round(span["mid"], 1) for size, span in out["hours"].items()} == CASE["expected"]["hours"]
     done = command("plan", "report", "--json")
     assert done.returncode == 0, done.stderr
@@ -122,7 +135,8 @@ def test_without_a_plan_the_page_shows_what_was_measured(command, home):
     done = command("plan", "report", "--device", GTX)
     assert done.returncode == 0, done.stderr
     page = (home / "results/report.html").read_text(encoding="utf-8")
-    assert "no plan was made yet" in page and "2,269" in page
+    assert "no plan was made yet" in page
+    assert "2,269" in page
 
 
 def test_a_plan_whose_record_is_gone_is_still_shown(command, home):
@@ -135,15 +149,11 @@ def test_a_plan_whose_record_is_gone_is_still_shown(command, home):
 
 def test_the_page_takes_the_record_that_the_plan_was_made_from():
     """A plan of accumulation 4 comes from a measured accumulation above 1, never from none."""
-    plan = Plan.from_json(dict(
-        schema=1, at="", device=GTX, model=ModelConfig.named("150M").__dict__, step=dict(batch=4, length=512, accum=4),
-        corpus_tokens=1, epochs=1, steps=1, optimizer={"lr": 1e-3}, eval=1, checkpoint=1, limit_bytes=1,
-        predicted={k: dict(low=1, mid=1, high=1) for k in ("tok_s", "peak_bytes", "hours")}, why=[],
-        runners_up=[], rejected=[],
-        records_sha256="", calibration={}))
-    none, eight, two = (make_record(4, 512, accum=a) for a in (1, 8, 2))
+    plan = make_plan(GTX, model=ModelConfig.named("150M"), step=StepConfig(4, 512, 4))
+    none, eight, three = (make_record(4, 512, accum=a) for a in (1, 8, 3))
     assert pick_of(plan, [none]) is None
-    assert pick_of(plan, [none, eight]).record is eight and pick_of(plan, [none, eight, two]).accum == 4
+    assert pick_of(plan, [none, eight]) == Candidate(eight, 4)
+    assert pick_of(plan, [none, eight, three]) == Candidate(three, 4)
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
@@ -180,4 +190,5 @@ def test_a_hundred_thousand_records_of_fifty_devices_plan_in_half_a_gigabyte(com
                    preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (500_000_000, 500_000_000)))
     assert done.returncode == 0, done.stderr
     out = json.loads(done.stdout)
-    assert out["device"] == "card-7" and out["rejected"]
+    assert out["device"] == "card-7"
+    assert out["rejected"]
