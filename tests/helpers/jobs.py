@@ -28,7 +28,7 @@ def slow(owner, name, seconds, forever_after=None):
 def start(home, code: str, run: str, *more) -> subprocess.Popen:
     """A run in which `code` has put something out of order, as train_with does, and that goes on meanwhile."""
     code += "\nimport sys\nfrom trainer import cli\nsys.argv = ['train', *sys.argv[1:]]\ncli.main()\n"
-    command = run_command(home, run, *more)[3:]
+    command = run_command(run, *more)[3:]
     return subprocess.Popen([sys.executable, "-c", code, *command], **options(home) | {"stdout": subprocess.DEVNULL,
                                                                                        "stderr": subprocess.DEVNULL})
 

@@ -1,4 +1,4 @@
-"""Runs of a model that steps in milliseconds: in processes of their own, or in this one where a process shows nothing more."""
+"""Runs of a model that steps in milliseconds: in processes of their own, or in this one where that shows nothing more."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ STEPS = 48
 SHAPE = StepConfig(2, 16, 2)
 
 
-def _plan(model: ModelConfig, step: StepConfig, steps: int, tok_s: Span, **cadences: int) -> Plan:
+def _plan(model: ModelConfig, step: StepConfig, steps: int, tok_s: Span, **cadences: Any) -> Plan:
     return make_plan(model=model, step=step, corpus_tokens=3000, steps=steps, optimizer=OptimizerConfig(1e-2),
                      predicted=Predicted(tok_s=tok_s, peak_bytes=SPAN, hours=SPAN), **cadences)
 
@@ -102,12 +102,12 @@ def kill_and_go_on(home: Path, wanted: int, longest_s: float, *more: str) -> Non
     r, kills, run = random.Random(2), 0, 0
     while kills < wanted:
         run += 1
-        name, resume = f"killed-{run}", ()
+        name = f"killed-{run}"
+        resume: tuple[str, ...] = ()
         folder = RunFolder(home / name)
         while True:
-            before = _line_count(folder.log)
-            process = subprocess.Popen(run_command(home, name, *resume, *more), **options(home))
-            wait_for(lambda before=before, process=process: process.poll() is not None or _line_count(folder.log) > before)
+            process = subprocess.Popen(run_command(name, *resume, *more), **options(home))
+            _wait_for_lines(process, folder.log)
             time.sleep(r.uniform(0, longest_s))
             process.send_signal(signal.SIGKILL)
             out, err = process.communicate()
@@ -127,11 +127,16 @@ def kill_and_go_on(home: Path, wanted: int, longest_s: float, *more: str) -> Non
         assert not folder.unfinished_checkpoints()
 
 
-def _line_count(path: Path) -> int:
-    return path.read_text().count("\n") if path.exists() else 0
+def _wait_for_lines(process: subprocess.Popen, log: Path) -> None:
+    """Returns when the process has added to its log, or has ended."""
+    def count() -> int:
+        return log.read_text().count("\n") if log.exists() else 0
+
+    before = count()
+    wait_for(lambda: process.poll() is not None or count() > before)
 
 
-def run_command(home: Path, run: str, *more: str) -> list[str]:
+def run_command(run: str, *more: str) -> list[str]:
     return [sys.executable, "-m", MODULES["train"], *run_options(run, *more)]
 
 
@@ -143,12 +148,12 @@ def run_options(run: str, *more: str) -> list[str]:
 def options(home: Path) -> dict[str, Any]:
     """Of subprocess, for a process in `home`."""
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    return {"cwd": home, "env": os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, "text": True,
+    return {"cwd": home, "env": os.environ | {"PYTHONPATH": path}, "text": True,
             "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
 def train(home: Path, run: str, *more: str, **other: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(run_command(home, run, *more), timeout=PATIENCE_S, **options(home) | other)
+    return subprocess.run(run_command(run, *more), timeout=PATIENCE_S, **options(home) | other)
 
 
 def torchrun(home: Path, count: int, run: str, *more: str, code: str = "") -> list[str]:
