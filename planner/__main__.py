@@ -1,3 +1,6 @@
+"""`python -m planner`, which is `plan`."""
+
 from planner.cli import main
 
-main()
+if __name__ == "__main__":
+    main()

@@ -1,3 +1,6 @@
+"""`python -m probe`, which is `probe`."""
+
 from probe.cli import main
 
-main()
+if __name__ == "__main__":
+    main()

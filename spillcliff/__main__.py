@@ -1,3 +1,6 @@
+"""`python -m spillcliff`, which is `spillcliff`."""
+
 from spillcliff.cli import main
 
-main()
+if __name__ == "__main__":
+    main()

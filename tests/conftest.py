@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,15 +12,21 @@ import hypothesis
 import numpy as np
 import pytest
 from helpers.made import MODULES, ROOT
+from helpers.waiting import PATIENCE_S
 
 from spillcliff.console import STOP_SIGNALS
 from spillcliff.hardware import nvml
 from trainer.data.tokens import dtype_for, write_sidecar
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Threads that wait for each other on cores that are busy cost more than they give: of two, 30 steps of a tiny model took
+6.7 s beside other tests, of one 0.7. Set before torch is imported, and for the processes that tests start."""
+
 
 def pytest_addoption(parser):
-    parser.addoption("--kills", type=int, default=3, help="How often a grid and a run are killed.")
+    parser.addoption("--kills", type=int, default=2, help="How often a grid and a run are killed.")
     parser.addoption("--examples", type=int, default=100, help="Damaged inputs of each kind of file.")
+    parser.addoption("--long", action="store_true", help="Long forms of tests: more steps, more damages.")
 
 
 def pytest_configure(config):
@@ -61,12 +68,35 @@ def own_temporary_folder(tmp_path_factory):
 
 
 @pytest.fixture
+def long(request):
+    """Whether the long forms of tests were asked for."""
+    return request.config.getoption("--long")
+
+
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory):
+    """A folder as helpers.runs.make_home makes it, made once: steps of three micro-steps, which two processes can't share
+    out whole. Tests take `home`, a copy."""
+    from helpers.runs import STEPS, make_home
+
+    from trainer.config import StepConfig
+
+    return make_home(tmp_path_factory.mktemp("whole"), shape=StepConfig(4, 16, 3), steps=STEPS)
+
+
+@pytest.fixture(scope="module")
+def home(whole_run, tmp_path_factory):
+    """A plan, its data, other data and a run "whole" of it that nothing disturbed, for a module's own runs beside."""
+    return shutil.copytree(whole_run, tmp_path_factory.mktemp("runs") / "home")
+
+
+@pytest.fixture
 def command(tmp_path):
     """Runs `probe`, `plan` or `train` in a process of its own, in an empty folder; returns the finished process."""
     def run(name, *arguments, **options):
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         return subprocess.run([sys.executable, "-m", MODULES[name], *map(str, arguments)], cwd=tmp_path, text=True,
-                              capture_output=True, env=environment, timeout=240, **options)
+                              capture_output=True, env=environment, timeout=PATIENCE_S, **options)
     return run
 
 

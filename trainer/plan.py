@@ -155,11 +155,11 @@ class Plan:
     checkpoint: Amount
     limit_bytes: Amount
     predicted: Predicted
-    why: list[str] = field(default_factory=list)
-    runners_up: list[RunnerUp] = field(default_factory=list)
-    rejected: list[Rejected] = field(default_factory=list)
-    records_sha256: str = ""
-    calibration: dict = field(default_factory=dict)
+    why: list[str]
+    runners_up: list[RunnerUp]
+    rejected: list[Rejected]
+    records_sha256: str
+    calibration: dict
     software: dict[str, str | None] = field(default_factory=dict)
     pairs: PairCounts | None = None
 

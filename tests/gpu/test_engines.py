@@ -6,7 +6,8 @@ import torch
 from helpers.made import tiny
 
 from trainer.config import OptimizerConfig, StepConfig
-from trainer.data.tokens import Tokens, feed
+from trainer.data.feed import feed
+from trainer.data.tokens import Tokens
 from trainer.run.step import TrainStep
 
 pytestmark = pytest.mark.gpu
@@ -58,19 +59,19 @@ def test_a_product_is_ieee_fp32():
     ("eager", "elementwise"), ("eager", "block"), ("graph", "none"), ("graph", "elementwise"), ("graph", "block"),
     ("compile", "none"), ("compile", "block")])
 def test_every_option_gives_eagers_curve(eager, engine, recompute, accum):
-    losses, _ = run(StepConfig(4, 64, accum, engine, recompute))
+    losses, _ = run(StepConfig(4, 64, accum, engine=engine, recompute=recompute))
     assert losses[-1] < 0.5 * losses[0]
     assert worst(losses, eager[accum]) < TOLERANCE
 
 
 def test_a_graph_honours_a_changing_rate():
     rates = [1e-2 / (1 + i) for i in range(STEPS)]
-    assert worst(run(StepConfig(4, 64, 2, "graph"), rates)[0], run(StepConfig(4, 64, 2), rates)[0]) < TOLERANCE
+    assert worst(run(StepConfig(4, 64, 2, engine="graph"), rates)[0], run(StepConfig(4, 64, 2), rates)[0]) < TOLERANCE
 
 
 @pytest.mark.parametrize("engine", ["eager", "graph"])
 def test_memory_does_not_grow(engine):
-    _, train = run(StepConfig(4, 64, 2, engine))
+    _, train = run(StepConfig(4, 64, 2, engine=engine))
     data = torch.randint(1000, (2, 4, 65), dtype=torch.int32, device="cuda")
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     for _ in range(100):
@@ -84,10 +85,10 @@ def test_the_feed_brings_every_step_unharmed(token_file):
     """With the card kept busy, so that copies and readers overlap as they do in training."""
     tokens, shape = Tokens.open(token_file(np.arange(40_000) % 60_000, vocab=60_000)), StepConfig(8, 32, accum=2)
     busy = torch.randn(4096, 4096, device="cuda")
-    steps, seen = feed(tokens, shape, 0, device()), []
+    steps, copies = feed(tokens, shape, 0, device()), []
     for _ in range(30):
-        got = next(steps)
+        batch = next(steps)
         busy @ busy
-        seen.append(got.clone())
-    for step, got in enumerate(seen):
-        assert np.array_equal(got.cpu().numpy(), tokens.batch(0, step, shape))
+        copies.append(batch.clone())
+    for step, copy in enumerate(copies):
+        assert np.array_equal(copy.cpu().numpy(), tokens.batch(0, step, shape))

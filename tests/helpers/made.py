@@ -42,7 +42,7 @@ def make_plan(device: str = "cpu-x", **changes: Any) -> Plan:
     values: dict[str, Any] = dict(
         schema=1, at="2026-01-01T00:00:00+00:00", device=device, model=ModelConfig.named("1M", 500), step=StepConfig(2, 32),
         corpus_tokens=1000, epochs=1, steps=32, optimizer=OptimizerConfig(1e-3), eval=10, checkpoint=10, limit_bytes=10**9,
-        predicted=Predicted(SPAN, SPAN, SPAN))
+        predicted=Predicted(SPAN, SPAN, SPAN), why=[], runners_up=[], rejected=[], records_sha256="", calibration={})
     return Plan(**(values | changes))
 
 

@@ -1,4 +1,4 @@
-"""Runs of a model that steps in milliseconds, in processes of their own."""
+"""Runs of a model that steps in milliseconds: in processes of their own, or in this one where that shows nothing more."""
 
 import itertools
 import json
@@ -8,36 +8,50 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from helpers.made import MODULES, ROOT, tiny
-from spillcliff.hardware.usage import Claim
+from helpers.made import MODULES, ROOT, SPAN, make_plan, tiny
+from helpers.waiting import PATIENCE_S, wait_for
+from spillcliff.files import Say, ignore
+from spillcliff.hardware.usage import MemoryClaim
 from trainer import checkpoint
-from trainer.config import OptimizerConfig, StepConfig
+from trainer.config import ModelConfig, OptimizerConfig, StepConfig
 from trainer.data.dataset import open_data
 from trainer.data.tokens import dtype_for, write_sidecar
 from trainer.plan import Plan, Predicted, Span
 from trainer.run import loop
-from trainer.run.distributed import Team
+from trainer.run.distributed import ProcessGroup
 from trainer.run_folder import RunFolder
 
-SPAN = Span(1.0, 2.0, 3.0)
-STEPS = 90
+STEPS = 48
+"""Of the run that tests share, conftest's `home`."""
+SHAPE = StepConfig(2, 16, 2)
 
 
-def make_home(home: Path, *more, shape=StepConfig(2, 16, 2), model=tiny(), tok_s=SPAN, save=3) -> Path:  # noqa: B008
-    """A folder with a plan of STEPS steps, its data, other data, and a run "whole" of it that nothing disturbed, for which
-    `more` are options."""
+def _plan(model: ModelConfig, step: StepConfig, steps: int, tok_s: Span, **cadences: Any) -> Plan:
+    return make_plan(model=model, step=step, corpus_tokens=3000, steps=steps, optimizer=OptimizerConfig(1e-2),
+                     predicted=Predicted(tok_s=tok_s, peak_bytes=SPAN, hours=SPAN), **cadences)
+
+
+def _write_tokens(path: Path, ids: Any, vocab: int) -> None:
+    np.asarray(ids).astype(dtype_for(vocab)).tofile(path)
+    write_sidecar(path, len(ids), vocab, None)
+
+
+def make_home(home: Path, *more: str, shape: StepConfig = SHAPE, model: ModelConfig = tiny(),  # noqa: B008
+              tok_s: Span = SPAN, save: int = 3, steps: int = 90) -> Path:
+    """A folder with a plan, its data, other data, and a run "whole" of it that nothing disturbed, for which `more` are
+    options."""
     r = random.Random(5)
     for name in ("data", "other"):
-        ids = [r.randrange(model.vocab) for _ in range(max(3000, 30 * shape.batch * shape.length))]
-        np.array(ids, dtype_for(model.vocab)).tofile(home / f"{name}.bin")
-        write_sidecar(home / f"{name}.bin", len(ids), model.vocab, None)
-    Plan(1, "2026-01-01T00:00:00+00:00", "cpu-x", model, shape, 3000, 1, STEPS, OptimizerConfig(1e-2), 10, save, 10**9,
-         Predicted(tok_s, SPAN, SPAN), [], [], [], "", {}).save(home / "plan.json")
+        count = max(3000, 30 * shape.micro_tokens)
+        _write_tokens(home / f"{name}.bin", [r.randrange(model.vocab) for _ in range(count)], model.vocab)
+    _plan(model, shape, steps, tok_s, eval=10, checkpoint=save).save(home / "plan.json")
     done = train(home, "whole", *more)
     assert done.returncode == 0, done.stderr
     return home
@@ -55,7 +69,8 @@ class Clock:
     def wait(self, seconds: float) -> None:
         self._late_s += seconds
 
-    def slows(self, monkeypatch, owner, name: str, seconds: float, when=lambda call: True) -> None:
+    def slows(self, monkeypatch, owner, name: str, seconds: float,
+              when: Callable[[int], bool] = lambda call: True) -> None:
         """Makes a function take so much longer at each call, from 1, of which `when` holds."""
         real, calls = getattr(owner, name), itertools.count(1)
 
@@ -67,38 +82,32 @@ class Clock:
         monkeypatch.setattr(owner, name, slow)
 
 
-def open_run(home: Path, steps: int = 8, every: int = 4, tok_s=SPAN, data="data.bin", val=None) -> loop.Run:
-    """A run of such a plan in this process, which is still to go; `said` has what it says."""
-    for seed, name in enumerate(("data.bin", "held.bin", "other.bin")):
-        ids = np.random.default_rng(seed).integers(0, 300, 2000)
-        ids.astype(dtype_for(300)).tofile(home / name)
-        write_sidecar(home / name, len(ids), 300, None)
-    plan = Plan(1, "2026-01-01T00:00:00+00:00", "cpu-x", tiny(), StepConfig(2, 16, 2), 2000, 1, steps, OptimizerConfig(1e-2),
-                every, every, 10**9, Predicted(tok_s, SPAN, SPAN), [], [], [], "", {})
-    tokens, held = open_data(plan, [home / data], [home / val] if val else ())
-    said = []
-    run = loop.Run(plan, tokens, held, RunFolder(home / "runs/first"), torch.device("cpu"), Claim(), Team(), said.append,
-                   lambda line: None, loop.Extras())
-    if not (run.folder.path / "plan.json").exists():
-        RunFolder.start(run.folder.path, plan)
-    run.said = said
+def open_run(home: Path, steps: int = 8, every: int = 4, tok_s: Span = SPAN, data: str = "data.bin", val: str | None = None,
+             shape: StepConfig = SHAPE, name: str = "first", say: Say = ignore) -> loop.Run:
+    """A run of such a plan in this process, which is still to train, in the folder `name` of `home`/runs."""
+    for seed, file in enumerate(("data.bin", "held.bin", "other.bin")):
+        _write_tokens(home / file, np.random.default_rng(seed).integers(0, 300, 2000), 300)
+    plan = _plan(tiny(), shape, steps, tok_s, eval=every, checkpoint=every)
+    training, validation = open_data(plan, [home / data], [home / val] if val else ())
+    run = loop.Run(loop.RunSetup(plan=plan, data=training, validation=validation, folder=RunFolder(home / "runs" / name),
+                                 device=torch.device("cpu"), claim=MemoryClaim(), group=ProcessGroup(), say=say))
+    if not run.folder.has_plan():
+        run.folder.start(plan)
     return run
 
 
-def kill_and_go_on(home, wanted: int, longest_s: float, *more) -> None:
+def kill_and_go_on(home: Path, wanted: int, longest_s: float, *more: str) -> None:
     """Runs of the plan, killed by SIGKILL at random moments until `wanted` kills have hit: each goes on from where it was
     and ends as "whole" did, and nothing broken is left or taken."""
     r, kills, run = random.Random(2), 0, 0
     while kills < wanted:
         run += 1
-        name, resume = f"killed-{run}", ()
+        name = f"killed-{run}"
+        resume: tuple[str, ...] = ()
+        folder = RunFolder(home / name)
         while True:
-            process = subprocess.Popen(run_command(home, name, *resume, *more), **options(home))
-            path, begin = home / name / "log.jsonl", time.monotonic()
-            lines = path.read_text().count("\n") if path.exists() else 0
-            while process.poll() is None and not (path.exists() and path.read_text().count("\n") > lines):
-                assert time.monotonic() - begin < 60
-                time.sleep(0.005)
+            process = subprocess.Popen(run_command(name, *resume, *more), **options(home))
+            _wait_for_lines(process, folder.log)
             time.sleep(r.uniform(0, longest_s))
             process.send_signal(signal.SIGKILL)
             out, err = process.communicate()
@@ -106,55 +115,102 @@ def kill_and_go_on(home, wanted: int, longest_s: float, *more) -> None:
                 break
             assert process.returncode == -signal.SIGKILL, err
             kills += 1
-            if (home / name / "receipt.json").exists():  # it was through when it was killed
+            if folder.receipt.exists():  # it was through when it was killed
                 break
             assert "broken" not in out  # what a kill leaves behind is a folder still being written, which is no checkpoint
-            resume = ("--resume",) if any((home / name / "checkpoints").glob("step-*[0-9]")) else ()
+            resume = ("--resume",) if folder.checkpoint_steps() else ()
             if kills >= wanted:
                 done = train(home, name, *resume, *more)
                 assert done.returncode == 0, done.stderr
                 break
-        assert end_state(home / name) == end_state(home / "whole")
-        assert not list((home / name / "checkpoints").glob("*.tmp"))
+        assert end_state(folder.path) == end_state(home / "whole")
+        assert not folder.unfinished_checkpoints()
 
 
-def run_command(home, run, *more) -> list[str]:
-    return [sys.executable, "-m", MODULES["train"], "--plan", "plan.json", "--data", "data.bin", "--run", run, "--device",
-            "cpu", *more]
+def _wait_for_lines(process: subprocess.Popen, log: Path) -> None:
+    """Returns when the process has added to its log, or has ended."""
+    def count() -> int:
+        return log.read_text().count("\n") if log.exists() else 0
+
+    before = count()
+    wait_for(lambda: process.poll() is not None or count() > before)
 
 
-def options(home) -> dict:
-    path = os.pathsep.join((str(ROOT), str(ROOT / "tests/gpu")))
-    return {"cwd": home, "env": os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, "text": True,
+def run_command(run: str, *more: str) -> list[str]:
+    return [sys.executable, "-m", MODULES["train"], *run_options(run, *more)]
+
+
+def run_options(run: str, *more: str) -> list[str]:
+    """The options of `train` for a run of the plan in a home."""
+    return ["--plan", "plan.json", "--data", "data.bin", "--run", run, "--device", "cpu", *more]
+
+
+def options(home: Path) -> dict[str, Any]:
+    """Of subprocess, for a process in `home`."""
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    return {"cwd": home, "env": os.environ | {"PYTHONPATH": path}, "text": True,
             "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
-def train(home, run, *more, **other):
-    return subprocess.run(run_command(home, run, *more), timeout=120, **options(home) | other)
+def train(home: Path, run: str, *more: str, **other: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(run_command(run, *more), timeout=PATIENCE_S, **options(home) | other)
 
 
-def torchrun(home, count: int, run: str, *more):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "--", "-m"]
-    return [*command, *run_command(home, run, *more)[2:]]
+def torchrun(home: Path, count: int, run: str, *more: str, code: str = "") -> list[str]:
+    """The command that trains by several processes; `code` runs in each of them before."""
+    program = ["-m", MODULES["train"]]
+    if code:
+        (home / f"{run}.py").write_text(_with_code(code))
+        program = [f"{run}.py"]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "--", *program,
+            *run_options(run, *more)]
 
 
-def together(home, count: int, run: str, *more):
-    return subprocess.run(torchrun(home, count, run, *more), timeout=120, **options(home))
+def train_distributed(home: Path, count: int, run: str, *more: str, code: str = "") -> subprocess.CompletedProcess[str]:
+    """Trains by several processes on the processor."""
+    return subprocess.run(torchrun(home, count, run, *more, code=code), timeout=PATIENCE_S, **options(home))
 
 
-def train_with(home, code: str, run, *more):
-    """The same after `code` has run in the process, which may put something of ours out of order."""
-    code += "\nimport sys\nfrom trainer import cli\nsys.argv = ['train', *sys.argv[1:]]\ncli.main()\n"
-    return subprocess.run([sys.executable, "-c", code, *run_command(home, run, *more)[3:]], timeout=120, **options(home))
+def train_with(home: Path, code: str, run: str, *more: str, **other: Any) -> subprocess.CompletedProcess[str]:
+    """As `train` after `code` has run in the process, which may put something of ours out of order."""
+    return subprocess.run([sys.executable, "-c", _with_code(code), *run_options(run, *more)], timeout=PATIENCE_S,
+                          **options(home) | other)
 
 
-def end_state(run) -> bytes:
-    return (sorted((run / "checkpoints").iterdir())[-1] / checkpoint.STATE).read_bytes()
+def _with_code(code: str) -> str:
+    return code + "\nimport sys\nfrom trainer import cli\nsys.argv = ['train', *sys.argv[1:]]\ncli.main()\n"
 
 
-def receipt(run) -> dict:
-    return json.loads((run / "receipt.json").read_text())
+def before_step(number: int, code: str) -> str:
+    """Code that makes a run do something before its optimizer step `number`, from 1; `told` is then filled when the run has
+    been asked to stop."""
+    return f"""
+import itertools, os, signal, time
+from spillcliff import console
+from trainer.run import step
+told, calls, real, note = [], itertools.count(1), step.TrainStep.__call__, console.StopRequest._note
+def noted(self, *arguments):
+    told.append(True)
+    note(self, *arguments)
+def changed(self, *arguments, **options):
+    if next(calls) == {number}:
+        {code}
+    return real(self, *arguments, **options)
+console.StopRequest._note, step.TrainStep.__call__ = noted, changed
+"""
 
 
-def log(run) -> list[dict]:
-    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+def end_state(run: Path) -> bytes:
+    """The file of tensors of a run's newest checkpoint."""
+    folder = RunFolder(run)
+    return (folder.checkpoint(folder.checkpoint_steps()[-1]) / checkpoint.STATE).read_bytes()
+
+
+def receipt(run: Path) -> dict:
+    return json.loads(RunFolder(run).receipt.read_text())
+
+
+def log(run: Path, kind: str | None = None) -> list[dict]:
+    """The lines of a run's log, all or those of a kind."""
+    lines = map(json.loads, RunFolder(run).log.read_text().splitlines())
+    return [line for line in lines if kind in (None, line["kind"])]

@@ -1,4 +1,7 @@
-"""A model's numbers by arithmetic are those of the built model, and shapes that can't be are refused with what could."""
+"""A model's numbers by arithmetic are those of the built model, shapes that can't be are refused with what could, and the
+learning rate is a function of the step alone."""
+
+import itertools
 
 import pytest
 import torch
@@ -84,3 +87,25 @@ def test_step_and_optimizer_are_checked():
                 dict(warmup_steps=-1)):
         with pytest.raises(UserError, match=next(iter(bad))):
             OptimizerConfig(**(dict(lr=1e-3) | bad))
+
+
+def test_the_rate_rises_to_its_peak_and_falls_to_a_tenth():
+    optimizer = OptimizerConfig(lr=1.0, warmup_steps=10)
+    rates = [optimizer.lr_at(step, 100) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == rates[10] == pytest.approx(1.0)
+    assert rates[-1] == pytest.approx(0.1)
+    assert all(a < b for a, b in itertools.pairwise(rates[:10]))
+    assert all(a > b for a, b in itertools.pairwise(rates[10:]))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10, 11])
+def test_short_runs_keep_a_rate_above_zero(steps):
+    for warmup in (0, 1, 10, 20):
+        optimizer = OptimizerConfig(lr=1.0, warmup_steps=warmup)
+        assert all(0 < optimizer.lr_at(step, steps) <= 1 for step in range(steps))
+
+
+def test_a_constant_rate_stays():
+    optimizer = OptimizerConfig(lr=0.5, warmup_steps=2, schedule="constant")
+    assert [optimizer.lr_at(step, 5) for step in range(5)] == [0.25, 0.5, 0.5, 0.5, 0.5]

@@ -12,7 +12,8 @@ from spillcliff.errors import UserError
 from trainer.config import StepConfig
 from trainer.run import learning_curve
 from trainer.run.log import RunLog
-from trainer.run.tensorboard import Board
+from trainer.run.tensorboard import EventFiles
+from trainer.run_folder import RunFolder
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -30,18 +31,18 @@ def evaluation(n, loss):
 def run(tmp_path):
     """Writes a run's folder with a log of these lines and maybe a torn end; a step has 64 tokens."""
     def make(lines, torn="", name="first"):
-        folder = tmp_path / name
-        make_plan("cpu-x", step=StepConfig(2, 32)).save(folder / "plan.json")
-        (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + torn)
+        folder = RunFolder(tmp_path / name)
+        make_plan(step=StepConfig(2, 32)).save(folder.plan)
+        folder.log.write_text("".join(json.dumps(line) + "\n" for line in lines) + torn)
         return folder
     return make
 
 
-def test_a_course_has_each_step_once_also_after_a_resume():
+def test_a_curve_has_each_step_once_also_after_a_resume():
     """Killed after step 5, it went on from the checkpoint of step 3: what was logged of 4 and 5 is not what the run did."""
     lines = [evaluation(0, 5.0), *map(step, (1, 2, 3)), step(4, 99), evaluation(4, 98), step(5, 97),
              {"kind": "checkpoint", "step": 5}, step(4), evaluation(4, 2.0)]
-    rows = learning_curve.course(lines, 64)
+    rows = learning_curve.rows_of(lines, 64)
     assert [(r["step"], r["tokens"]) for r in rows] == [(n, 64 * n) for n in range(5)]
     assert [r.get("loss") for r in rows] == [None, 10, 5, 10 / 3, 2.5] and [r.get("val_loss") for r in rows] == [
         5.0, None, None, None, 2.0]
@@ -49,13 +50,14 @@ def test_a_course_has_each_step_once_also_after_a_resume():
 
 
 def test_a_torn_last_line_is_told_and_left_out(run):
-    said = []
-    course = learning_curve.read(run([evaluation(0, 5.0), step(1)], '{"kind": "step", "st'), said.append)
-    assert len(course.rows) == 2 and len(said) == 1 and "line 3 is torn" in said[0]
+    said: list[str] = []
+    curve = learning_curve.read(run([evaluation(0, 5.0), step(1)], '{"kind": "step", "st'), said.append)
+    assert len(curve.rows) == 2 and len(said) == 1 and "line 3 is torn" in said[0]
+    bad, empty = run([{"kind": 3}, step(1)], name="bad"), run([], name="empty")
     with pytest.raises(UserError, match="line 1"):
-        learning_curve.read(run([{"kind": 3}, step(1)], name="bad"))
+        learning_curve.read(bad)
     with pytest.raises(UserError, match="no step and no evaluation"):
-        learning_curve.read(run([], name="empty"))
+        learning_curve.read(empty)
 
 
 def test_what_a_killed_process_left_of_a_line_does_not_spoil_the_next(run):
@@ -64,7 +66,7 @@ def test_what_a_killed_process_left_of_a_line_does_not_spoil_the_next(run):
     log.write("step", 2, loss=1.0, step_s=0.1)
     log.close()
     assert [row["step"] for row in learning_curve.read(folder).rows] == [0, 1, 2]
-    assert (folder / "log.jsonl.torn").read_text() == '{"kind": "step", "st\n'
+    assert folder.log.with_name("log.jsonl.torn").read_text() == '{"kind": "step", "st\n'
 
 
 def test_the_table_says_what_the_log_says(run):
@@ -86,40 +88,47 @@ def test_smoothing_follows_the_trend():
     assert learning_curve.middles([1.0, 100.0, 1.0, 1.0]) == [1.0] * 4
 
 
-def test_commands_draw_and_tabulate(command, refused, run, tmp_path):
+def test_commands_draw_and_tabulate(called, run, tmp_path):
     run([evaluation(0, 5.0), *map(step, range(1, 60)), evaluation(59, 0.2)], "torn")
     run([evaluation(0, 5.0)], name="$only_an-evaluation$")
-    done = command("train", "curve", "--run", "first", "--run", "$only_an-evaluation$", "--json")
-    assert done.returncode == 0, done.stderr
-    picture = tmp_path / json.loads(done.stdout)["picture"]
+    code, out, err = called(tmp_path, "train", "curve", "--run", "first", "--run", "$only_an-evaluation$", "--json")
+    assert code == 0, err
+    picture = tmp_path / json.loads(out)["picture"]
     assert picture == tmp_path / "first" / "curve.png" and picture.read_bytes().startswith(PNG)
-    done = command("train", "curve", "--run", "first", "--csv", "-")
-    assert len(list(csv.DictReader(io.StringIO(done.stdout)))) == 60 and "torn" in done.stderr
-    assert "both want stdout" in refused(2, "train", "curve", "--run", "$only_an-evaluation$", "--csv", "-", "--json")
-    assert "gone" in refused(2, "train", "curve", "--run", "gone")
+    code, out, err = called(tmp_path, "train", "curve", "--run", "first", "--csv", "-")
+    assert len(list(csv.DictReader(io.StringIO(out)))) == 60
+    assert "torn" in err
+    for arguments, words in ((("--run", "$only_an-evaluation$", "--csv", "-", "--json"), "both want stdout"),
+                             (("--run", "gone"), "gone")):
+        code, _, err = called(tmp_path, "train", "curve", *arguments)
+        assert code == 2
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        assert words in err
 
 
-def test_records_are_shown_as_csv(command, tmp_path):
+def test_records_are_shown_as_csv(called, tmp_path):
     records = [make_record(), make_record(batch=8, status="oom", why='a "quoted", one', step_s=())]
     write_records(tmp_path / "results" / records[0].device / "records.jsonl", records)
     shown = ("show", "--device", records[0].device, "--csv")
-    done = command("probe", *shown)
-    assert done.returncode == 0 and not done.stderr, done.stderr
-    rows = list(csv.DictReader(io.StringIO(done.stdout)))
+    code, out, err = called(tmp_path, "probe", *shown)
+    assert code == 0, err
+    assert not err
+    rows = list(csv.DictReader(io.StringIO(out)))
     assert [(r["model"], r["batch"], r["status"], r["why"]) for r in rows] == [
         ("150M", "4", "fits", ""), ("150M", "8", "oom", 'a "quoted", one')]
     assert float(rows[0]["tok_s"]) == records[0].tok_s and rows[1]["tok_s"] == ""
-    assert command("probe", *shown, "out.csv").stdout == "written to out.csv\n"
-    assert (tmp_path / "out.csv").read_text() == done.stdout
+    assert called(tmp_path, "probe", *shown, "out.csv")[1] == "written to out.csv\n"
+    assert (tmp_path / "out.csv").read_text() == out
 
 
-def test_event_files_have_each_step_once_after_a_resume(run, tmp_path):
+def test_event_files_have_each_step_once_after_a_resume(run):
     """Read by TensorBoard itself: the killed process had written to step 5, the next goes on after step 3."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = run([])
     for done, steps, factor in ((0, (1, 2, 3, 4, 5), 1), (3, (4, 5, 6), 10)):
-        log = RunLog(folder, print, board=Board(folder / "tensorboard", done, 64))
+        log = RunLog(folder, print, events=EventFiles(folder.tensorboard, done, 64))
         if not done:
             log.write("eval", 0, val_loss=5.0, seconds=0.1)
         for n in steps:
@@ -127,9 +136,9 @@ def test_event_files_have_each_step_once_after_a_resume(run, tmp_path):
         log.write("sample", steps[-1], prompt="the", text="quick", seconds=0.1)
         log.write("checkpoint", steps[-1], seconds=0.1)
         log.close()
-    found = EventAccumulator(str(folder / "tensorboard")).Reload()
-    points = {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    events = EventAccumulator(str(folder.tensorboard)).Reload()
+    points = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert points["loss/train"] == [(1, 1), (2, 2), (3, 3), (4, 40), (5, 50), (6, 60)]
     assert points["loss/validation"] == [(0, 5)] and points["tok_s"] == [(n, 128) for n in range(1, 7)]
     assert set(points) == {"loss/train", "loss/validation", "tok_s", "lr", "gradient_norm"}
-    assert "sample/the/text_summary" in found.Tags()["tensors"]
+    assert "sample/the/text_summary" in events.Tags()["tensors"]

@@ -4,13 +4,17 @@ import json
 
 import pytest
 
-from spillcliff.errors import UserError
-from trainer.config import ModelConfig, OptimizerConfig, StepConfig
-from trainer.plan import SCHEMA, Plan, Predicted, Span, is_due, times_due, validation_tokens
+from helpers.made import make_plan
 
-SPAN = Span(1.0, 2.0, 3.0)
-PLAN = Plan(SCHEMA, "2026-01-01T00:00:00+00:00", "cpu-x", ModelConfig.named("1M", 500), StepConfig(2, 16), 1000, 1, 32,
-            OptimizerConfig(1e-3), 10, 10, 10**9, Predicted(SPAN, SPAN, SPAN), ["why"], [], [], "", {})
+from spillcliff.errors import UserError
+from trainer.config import StepConfig
+from trainer.plan import PairCounts, Plan, Rejected, RunnerUp, Span, is_due, times_due, validation_tokens
+
+CELL = {"model": "1M", "batch": 4, "length": 32, "vocab": 500}
+PAIRS = {"length": 32, "rows": 2, "pairs": 3, "tokens_real": 60, "tokens_answer": 9, "tokens_padded": 4}
+PLAN = make_plan(pairs=PairCounts(**PAIRS), why=["why"], runners_up=[RunnerUp(cell=CELL, tok_s=2.0, saves_bytes=-1.0)],
+                 rejected=[Rejected(cell=CELL, why=["spills"])], software={"torch": "2.10.0", "driver": None})
+PREDICTED = PLAN.to_json()["predicted"]
 
 
 def test_a_plan_comes_back_as_it_was_written(tmp_path):
@@ -22,9 +26,13 @@ def test_a_plan_comes_back_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(("name", "value", "words"), [
     ("schema", 2, "newer"), ("schema", "1", "schema"), ("steps", 0, "steps"), ("steps", 1.5, "steps"),
     ("model", None, "model"),
-    ("step", {"batch": 1}, "length"), ("optimizer", {"lr": "fast"}, "lr"), ("predicted", {"tok_s": 3}, "tok_s"),
+    ("step", {"batch": 1}, "length"), ("optimizer", {"lr": "fast"}, "lr"), ("predicted", PREDICTED | {"tok_s": 3}, "tok_s"),
+    ("predicted", 3, "predicted"), ("predicted", PREDICTED | {"tok_s": {"low": 2, "mid": 1, "high": 3}}, "tok_s.*in order"),
     ("predicted", {}, "tok_s, peak_bytes, hours"), ("epochs", 0, "epochs"), ("epochs", float("nan"), "epochs"),
-    ("why", "because", "why"), ("device", None, "device"), ("eval", -1, "eval"), ("limit_bytes", True, "limit_bytes")])
+    ("why", "because", "why"),
+    ("pairs", PAIRS | {"tokens_padded": 5}, "pairs.*60 real and 5 padded"),
+    ("runners_up", [{"cell": {"batch": 0}}], "cell"),
+    ("rejected", [{"cell": CELL}], "why"), ("software", {"torch": 2}, "software"), ("device", None, "device"), ("eval", -1, "eval"), ("limit_bytes", True, "limit_bytes")])
 def test_a_bad_field_is_named(tmp_path, name, value, words):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(PLAN.to_json() | {name: value}))

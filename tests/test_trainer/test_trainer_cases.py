@@ -11,7 +11,7 @@ from spillcliff.errors import UserError
 from trainer.config import OptimizerConfig, StepConfig
 from trainer.data.dataset import open_data
 from trainer.data.tokens import Tokens
-from trainer.run.log import Meter, live_line
+from trainer.run.log import Throughput, live_line
 from trainer.run.step import TrainStep
 from trainer.run.timing import StepTimes
 from trainer.run_folder import RunFolder
@@ -21,8 +21,8 @@ from trainer.tokenize.tokenizer import END_OF_TEXT
 PLAN = make_plan("cpu-x")
 
 
-def steps(seconds: float, count: int = 1) -> list[StepTimes]:
-    return [StepTimes(2.0, 1.0, seconds, seconds, 0.0, 0.0, 0.0)] * count
+def steps(seconds: float, count: int) -> list[StepTimes]:
+    return [StepTimes(loss=2.0, norm=1.0, step_s=seconds, micro_s=seconds, optimizer_s=0.0, data_s=0.0, log_s=0.0)] * count
 
 
 def test_data_for_one_window_alone_is_refused_with_both_numbers(token_file):
@@ -54,20 +54,20 @@ def test_evaluations_that_take_forever_are_in_no_step_s_time(tmp_path, monkeypat
     """nanoGPT 215: evaluation drags tok/s down. Each takes 1000 s here, by a clock that is put forward."""
     Clock(monkeypatch).slows(monkeypatch, TrainStep, "evaluate", 1000.0)
     run = open_run(tmp_path, 12, 3)
-    paper = run.go()
-    assert paper["eval_s"] >= 5 * 1000
-    assert max(line["step_s"] for line in log(run.folder.path) if line["kind"] == "step") < 1000
-    assert paper["actual"]["tok_s"] > run.plan.step.tokens / 1000
+    receipt = run.train()
+    assert receipt["eval_s"] >= 5 * 1000
+    assert max(line["step_s"] for line in log(run.folder.path, "step")) < 1000
+    assert receipt["actual"]["tok_s"] > run.plan.step.tokens / 1000
 
 
 def test_after_a_resume_rate_and_time_left_are_those_of_the_steps_since():
     """unsloth pull 11297, transformers 40560: absurd, since the steps before and the first slow ones were counted."""
-    plan, meter = dataclasses.replace(PLAN, steps=10_000), Meter(PLAN.step.tokens)
-    assert meter.tok_s is None
-    for times in (*steps(100.0, Meter.WARMUP), *steps(0.5, 30)):
-        meter.add(times)
-    assert meter.tok_s == meter.recent_tok_s == PLAN.step.tokens / 0.5
-    assert "128 tok/s  50 s left" in live_line(plan, 9_900, 2.0, meter, None)
+    plan, throughput = dataclasses.replace(PLAN, steps=10_000), Throughput(PLAN.step.tokens)
+    assert throughput.tok_s is None
+    for times in (*steps(100.0, Throughput.WARMUP_STEPS), *steps(0.5, 30)):
+        throughput.add(times)
+    assert throughput.tok_s == throughput.recent_tok_s == PLAN.step.tokens / 0.5
+    assert "128 tok/s  50 s left" in live_line(plan, 9_900, 2.0, throughput, None)
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -76,18 +76,20 @@ def test_after_a_resume_rate_and_time_left_are_those_of_the_steps_since():
     ({"corpus_tokens": 2000}, "corpus_tokens 1000 -> 2000")])
 def test_a_resume_by_another_plan_names_what_changed(tmp_path, change, words):
     """open_clip 413: a changed number of steps shifts the learning rate."""
-    RunFolder.start(tmp_path, PLAN)
-    RunFolder.resume(tmp_path, dataclasses.replace(PLAN, eval=5, at="later"))
+    folder = RunFolder(tmp_path)
+    folder.start(PLAN)
+    folder.check_resume(dataclasses.replace(PLAN, eval=5, at="later"))
     with pytest.raises(UserError, match=f"another plan .*{words}"):
-        RunFolder.resume(tmp_path, dataclasses.replace(PLAN, **change))
+        folder.check_resume(dataclasses.replace(PLAN, **change))
 
 
 def test_tokens_are_divided_by_seconds_that_passed():
     """litgpt pull 1805: 999,424 tokens in 48.3 s were told as 60.93 tok/s, divided by a time of day."""
     plan = dataclasses.replace(PLAN, step=StepConfig(8, 2048))
-    meter, step_s = Meter(plan.step.tokens), 48.3 / 61
+    throughput, step_s = Throughput(plan.step.tokens), 48.3 / 61
     for times in steps(step_s, 61):
-        meter.add(times)
-    assert plan.step.tokens * 61 == 999_424 and round(meter.tok_s) == 20_692
-    assert "20,692 tok/s" in live_line(plan, 30, 2.0, meter, None)
+        throughput.add(times)
+    assert plan.step.tokens * 61 == 999_424
+    assert throughput.tok_s == pytest.approx(20_692, abs=0.5)
+    assert "20,692 tok/s" in live_line(plan, 30, 2.0, throughput, None)
     assert round(make_record(8, 2048, step_s=(step_s,) * 61).tok_s) == 20_692

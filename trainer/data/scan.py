@@ -27,7 +27,7 @@ class Scan:
     `crc32` checksums of runs of ids by `run_key`."""
 
     size: Annotated[int, Number()]
-    mtime_ns: int
+    mtime_ns: Annotated[int, Number(-2**63, 2**63)]
     sample_crc32: Annotated[int, Number()]
     max_id: Annotated[int | None, Number()] = None
     crc32: dict[str, int] = field(default_factory=dict)
