@@ -20,8 +20,8 @@ def natural(path: Path) -> list[tuple[bool, int, str]]:
 
 def expand(named: Sequence[Path | str], holds_ids: Callable[[Path], bool]) -> list[Path]:
     """The files that `named` stands for: a file itself, those files of a folder for which `holds_ids(path)`, or all that
-    match a pattern, each in natural order. UserError for a name that nothing matches, a file that is named twice, and a folder or
-    pattern that mixes training and validation."""
+    match a pattern, each in natural order. UserError for a name that nothing matches, a file that is named twice, and a
+    folder or pattern that mixes training and validation."""
     paths: list[Path] = []
     for name in map(Path, named):
         if name.is_file():

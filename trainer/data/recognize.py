@@ -68,8 +68,8 @@ def _is_text(head: bytes) -> bool:
 
 
 def flat_type(words: np.ndarray, vocab: int | None) -> tuple[np.dtype | None, str]:
-    """(type, why) of a flat file's ids, from 16-bit words of it, (an even number,) uint16 in the file's order; (None, what to
-    do) where neither or both of uint16 and uint32 are plausible.
+    """(type, why) of a flat file's ids, from 16-bit words of it, (an even number,) uint16 in the file's order; (None, what
+    to do) where neither or both of uint16 and uint32 are plausible.
 
     Read as uint32 every second word is the high half of an id, which a vocabulary of V keeps at (V - 1) >> 16 or below: 0
     below 65,536. A file of uint16 has ids of every size in both places.
