@@ -36,8 +36,9 @@ def sample_tokens(logits: Tensor, sampling: Sampling, chance: Tensor) -> Tensor:
 
 
 class KVCache:
-    """The keys and values of the tokens that a decoder has read, by layer: of rows of unequal length, each from position 0 on.
-    `lengths` (rows,) are those that each row has read, `longest` the most of any; `more` can be read after that."""
+    """The keys and values of the tokens that a decoder has read, by layer: of rows of unequal length, each from position 0
+    on. `lengths` (rows,) says how many tokens each row has read, `longest` is the most of any; `more` can be read after
+    that, up to `capacity`."""
 
     def __init__(self, model: Decoder, lengths: Sequence[int], more: int) -> None:
         config, device = model.config, model.embedding.device

@@ -35,8 +35,8 @@ CHECK_S = 1
 class CorpusOptions:
     """What to make a token file of. `texts` and `val` are files, folders and patterns, to train and to validate on; without
     `val`, `val_share` of the documents are validated on. The tokenizer is the one in `tokenizer`, or a BPE of `vocab`
-    entries that is trained on the texts. `field` is the one of JSONL that holds the text, and `end` the token that ends a document,
-    if they are not the usual ones."""
+    entries that is trained on the texts. `field` is the one of JSONL that holds the text, and `end` the token that ends a
+    document, if they are not the usual ones."""
 
     texts: Sequence[Path]
     out: Path
