@@ -7,6 +7,7 @@ said so (two fields that must agree) a dataclass checks in its `__post_init__`. 
 import dataclasses
 import enum
 import functools
+import math
 import types
 import typing
 from collections.abc import Callable
@@ -150,7 +151,7 @@ def _number(is_int: bool, bounds: Number) -> tuple[Reader, str]:
     words = ("a whole number" if is_int else "a number") + ("" if bounds == ANY else bounds.words)
 
     def reader(value: object) -> object:
-        if not is_number(value, -MOST) or not bounds.holds(value) or (is_int and value != int(value)):
+        if not is_number(value, -math.inf, math.inf) or not bounds.holds(value) or (is_int and value != int(value)):
             raise ValueError
         return int(value) if is_int else value  # other writers have 4.04e9 bytes
     return reader, words

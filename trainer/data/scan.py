@@ -27,7 +27,7 @@ class Scan:
     checked), `crc32` checksums of runs of ids by `run_key`."""
 
     size: Annotated[int, Number()]
-    mtime_ns: Any  # a whole number, which since 2001 is past what schema takes for one
+    mtime_ns: Annotated[int, Number(-2**63, 2**63)]
     sample_crc32: Annotated[int, Number()]
     dtype: str
     max_id: Annotated[int | None, Number()] = None
