@@ -74,7 +74,9 @@ def test_transformers_computes_the_same_logits(tmp_path, changes):
     ids = torch.randint(300, (3, 60), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         apart = (there(ids).logits - logits(ours(weights.RunWeights(run, "newest", print)), ids)).abs().max()
-    assert isinstance(there, LlamaForCausalLM) and apart < 1e-4 and there.dtype == torch.float32
+    assert isinstance(there, LlamaForCausalLM)
+    assert apart < 1e-4
+    assert there.dtype == torch.float32
     assert there.num_parameters() == tiny(**changes).parameters
 
 
@@ -89,14 +91,16 @@ def test_transformers_makes_the_same_ids_and_texts(made):
         ids = here.encode(text, add_special_tokens=False).ids
         assert there(text)["input_ids"] == ids
         assert there.decode(ids, clean_up_tokenization_spaces=False) == here.decode(ids, skip_special_tokens=False)
-    assert there.eos_token_id == there.pad_token_id == end and there.bos_token_id is None
+    assert there.eos_token_id == there.pad_token_id == end
+    assert there.bos_token_id is None
     writer = Writer.of_folder(out, CPU)
     ids = writer.ids("The wind")
     (mine,) = generate(writer.model, [ids], 30, Draw(0), writer.ends)
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.generation_config.eos_token_id == end
     theirs = model.generate(torch.tensor([ids]), max_new_tokens=30, do_sample=False)[0, len(ids):].tolist()
-    assert mine == theirs[:len(mine)] and (len(mine) == 30 or theirs[len(mine)] == end)
+    assert mine == theirs[:len(mine)]
+    assert (len(mine) == 30 or theirs[len(mine)] == end)
 
 
 def test_a_tokenizer_that_marks_the_beginning_is_exported_as_it_made_the_data(tmp_path):
@@ -143,7 +147,8 @@ def test_folders_that_transformers_writes_are_read_shards_and_half_precision_too
     source = weights.find(tmp_path / "hub")
     wanted = {name: t.float() for name, t in theirs.state_dict().items() if name != "lm_head.weight"}
     found = dict(llama.to_theirs(dict(source).__getitem__, source.model))
-    assert found.keys() == wanted.keys() and all(found[name].equal(wanted[name]) for name in wanted)
+    assert found.keys() == wanted.keys()
+    assert all(found[name].equal(wanted[name]) for name in wanted)
 
 
 def with_head(tensors, same=True):
@@ -163,7 +168,7 @@ def test_an_untied_head_is_taken_only_if_it_is_the_embedding(made, tmp_path):
 Q = "model.layers.1.self_attn.q_proj"
 
 
-@pytest.mark.parametrize("change, named", [
+@pytest.mark.parametrize(("change", "named"), [
     (lambda t: {n: v for n, v in t.items() if n != f"{Q}.weight"}, f"no tensor {Q}.weight"),
     (lambda t: t | {f"{Q}.bias": torch.zeros(32)}, f"{Q}.bias"),
     (lambda t: t | {f"{Q}.weight": torch.zeros(32, 16)}, r"\(32, 16\)"),
@@ -211,11 +216,13 @@ def test_an_export_names_its_checkpoint_and_overwrites_nothing(made, tmp_path):
     before = {p.name: p.read_bytes() for p in out.iterdir()}
     with pytest.raises(UserError, match="exists already"):
         export(run, out, "best", "float32")
-    assert before == {p.name: p.read_bytes() for p in out.iterdir()} and not (tmp_path / "new").exists()
+    assert before == {p.name: p.read_bytes() for p in out.iterdir()}
+    assert not (tmp_path / "new").exists()
     broken = shutil.copytree(run, tmp_path / "broken")
     (broken / "checkpoints" / "step-00000003" / checkpoint.STATE).write_bytes(b"x")
     said = []
-    assert export(broken, tmp_path / "second", "best", "float32", said.append)["step"] == 6 and "step-00000003" in said[0]
+    assert export(broken, tmp_path / "second", "best", "float32", said.append)["step"] == 6
+    assert "step-00000003" in said[0]
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -230,11 +237,15 @@ def test_a_run_goes_on_from_an_export_where_its_source_was(tmp_path):
     done = train(home, "second", "--from", "out")
     assert done.returncode == 0, done.stderr
     paper, first = receipt(home / "second"), receipt(home / "whole")
-    assert paper["first_val_loss"] == first["val_loss"] and paper["from"]["path"] == "out" and first["from"] is None
+    assert paper["first_val_loss"] == first["val_loss"]
+    assert paper["from"]["path"] == "out"
+    assert first["from"] is None
     assert log(home / "second")[0]["kind"] == "from"
     (home / "second" / "receipt.json").unlink()  # as if it had been killed before
     refused = train(home, "second", "--resume", "--from", "second")
-    assert refused.returncode == 2 and "the weights of out" in refused.stderr and refused.stderr.count("\n") == 1
+    assert refused.returncode == 2
+    assert "the weights of out" in refused.stderr
+    assert refused.stderr.count("\n") == 1
     done = train(home, "second", "--resume", "--from", "out")
     assert done.returncode == 0 and receipt(home / "second")["from"] == paper["from"], done.stderr
 

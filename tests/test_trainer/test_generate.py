@@ -64,7 +64,8 @@ def test_a_row_ends_before_an_end_and_the_others_go_on():
     whole = generate(model, PROMPTS, 20, GREEDY)
     end, told = whole[0][4], []
     found = generate(model, PROMPTS, 20, GREEDY, frozenset({end}), lambda row, token: told.append((row, token)))
-    assert found == [row[:row.index(end)] if end in row else row for row in whole] and len(found[0]) <= 4
+    assert found == [row[:row.index(end)] if end in row else row for row in whole]
+    assert len(found[0]) <= 4
     assert all([t for r, t in told if r == row] == tokens for row, tokens in enumerate(found))
 
 
@@ -95,14 +96,17 @@ def test_pieces_are_whole_characters_and_add_up(coder):
         whole = coder.decode([7, *ids])
         assert "".join(found) + pieces.rest() == whole[len(coder.decode([7])):]
         if ids is text:
-            assert "\ufffd" not in "".join(found) and sum(map(bool, found)) > 20
+            assert "\ufffd" not in "".join(found)
+            assert sum(map(bool, found)) > 20
     assert printable("a\x1b[31m\tb\r\n\x07é") == "a\ufffd[31m\tb\ufffd\n\ufffdé"
 
 
 def test_a_text_past_the_trained_length_is_written_and_told(coder):
     said, writer = [], Writer(sharp(), coder, frozenset(), 16)
     (text,) = write(writer, ["the quick"], 40, GREEDY, say=said.append)
-    assert text.startswith("the quick") and len(said) == 1 and "trained on 16" in said[0]
+    assert text.startswith("the quick")
+    assert len(said) == 1
+    assert "trained on 16" in said[0]
 
 
 def test_sampling_touches_no_generator_and_no_weight(coder, tmp_path):
@@ -115,7 +119,8 @@ def test_sampling_touches_no_generator_and_no_weight(coder, tmp_path):
             lines.append((kind, step, values))
 
     Sampler(["the", ""], str(tmp_path / "t.json"), model.config).show(model, 7, Log(), lambda line: None)
-    assert torch.get_rng_state().equal(state) and all(map(torch.equal, model.parameters(), before))
+    assert torch.get_rng_state().equal(state)
+    assert all(map(torch.equal, model.parameters(), before))
     assert [(kind, step, v["prompt"]) for kind, step, v in lines] == [("sample", 7, "the"), ("sample", 7, "")]
     assert all(v["text"] and v["seconds"] > 0 for _, _, v in lines)
 
@@ -124,7 +129,9 @@ def test_a_run_with_samples_and_event_files_is_the_same_run(tmp_path, coder):
     """Bit for bit; the samples' time has its own place in the ledger, and without a tokenizer it is refused at the start."""
     home = make_home(tmp_path)
     refused = train(home, "none", "--sample", "the")
-    assert refused.returncode == 2 and "--sample needs the tokenizer" in refused.stderr and refused.stderr.count("\n") == 1
+    assert refused.returncode == 2
+    assert "--sample needs the tokenizer" in refused.stderr
+    assert refused.stderr.count("\n") == 1
     coder.save(str(home / "tokenizer.json"))
     write_sidecar(home / "data.bin", json.loads((home / "data.bin.json").read_text())["count"], 300, "tokenizer.json")
     done = train(home, "shown", "--sample", "the quick", "--sample", "漢", "--tensorboard")
@@ -133,8 +140,11 @@ def test_a_run_with_samples_and_event_files_is_the_same_run(tmp_path, coder):
     lines = log(home / "shown")
     samples, evals = ([line for line in lines if line["kind"] == kind] for kind in ("sample", "eval"))
     assert [s["step"] for s in samples] == [e["step"] for e in evals for _ in range(2)]
-    assert samples[0]["prompt"] == "the quick" and 'sample: "the quick' in done.stdout and samples[0]["text"]
+    assert samples[0]["prompt"] == "the quick"
+    assert 'sample: "the quick' in done.stdout
+    assert samples[0]["text"]
     spent = receipt(home / "shown")["ledger"]
     told = sum({s["step"]: s["seconds"] for s in samples}.values())
-    assert told <= spent["sample_s"] < told + 1 and receipt(home / "whole")["ledger"]["sample_s"] == 0
+    assert told <= spent["sample_s"] < told + 1
+    assert receipt(home / "whole")["ledger"]["sample_s"] == 0
     assert list((home / "shown" / "tensorboard").glob("events*"))

@@ -57,7 +57,8 @@ def test_loss_survives_logits_whose_probability_underflows():
 
 def test_a_batch_without_targets_has_loss_zero_and_no_gradient():
     loss, *grads = gradients(doubles(4, 8), doubles(8), doubles(9, 8), torch.full((4,), IGNORE))
-    assert loss.item() == 0 and not any(g.any() for g in grads)
+    assert loss.item() == 0
+    assert not any(g.any() for g in grads)
 
 
 def test_a_chunk_is_512_rows_or_an_eighth():
@@ -161,12 +162,14 @@ def test_nothing_looks_ahead():
     changed[0, 9] = (changed[0, 9] + 1) % 300
     with torch.no_grad():
         a, b = model(model.embed(tokens)), model(model.embed(changed))
-    assert torch.equal(a[:, :9], b[:, :9]) and not torch.equal(a[:, 9:], b[:, 9:])
+    assert torch.equal(a[:, :9], b[:, :9])
+    assert not torch.equal(a[:, 9:], b[:, 9:])
 
 
 def test_weights_are_those_of_the_seed():
     a, b, c = (Decoder(tiny(), 8, CPU, seed) for seed in (1, 1, 2))
-    assert torch.equal(a.embedding, b.embedding) and not torch.equal(a.embedding, c.embedding)
+    assert torch.equal(a.embedding, b.embedding)
+    assert not torch.equal(a.embedding, c.embedding)
 
 
 @pytest.mark.parametrize("recompute", ["none", "elementwise", "block"])

@@ -22,9 +22,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def export(run: RunFolder, out: Path, which: str, dtype: str, say: Say = ignore) -> dict:
-    """Writes the folder `out`: config.json, model.safetensors, and the tokenizer's files if the run has one. `which` names the
-    checkpoint, "best", "newest" or "step-N"; `dtype` is one of DTYPES. Returns {out, step, parameters, bytes, tokenizer}.
-    The folder is written whole or not at all; UserError if it exists already, or can't be written."""
+    """Writes the folder `out`: config.json, model.safetensors, and the tokenizer's files if the run has one. `which` names
+    the checkpoint, "best", "newest" or "step-N"; `dtype` is one of DTYPES. Returns {out, step, parameters, bytes,
+    tokenizer}. The folder is written whole or not at all; UserError if it exists already, or can't be written."""
     length = run.load_plan().step.length
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already; name another --out, or remove it first")
