@@ -7,9 +7,11 @@ from helpers.made import tiny
 
 from trainer.model.decoder import Decoder, attention, halves_to_pairs, rms_norm, rope, rope_angles
 from trainer.model.layers import Attention, NormLinear, SwiGLULinear
-from trainer.model.loss import IGNORE, chunk_rows, head_loss
+from trainer.model.loss import chunk_rows, head_loss
 
 CPU = torch.device("cpu")
+IGNORE = -100
+"""A target without a loss, as torch.nn.functional has it; ours is any below 0."""
 
 
 def doubles(*shape):
@@ -20,10 +22,11 @@ EPS = 1e-5
 
 
 def gradients(x, gain, weight, targets, scale=1.0, before=None):
-    """(loss, d_x, d_gain, d_weight) by ours; added to `before`, (d_gain, d_weight), if that is given."""
+    """(loss, d_x, d_gain, d_weight) by ours; with `before` added to those, (d_gain, d_weight)."""
     rows = x.detach().clone()
     d_gain, d_weight = before or (torch.full_like(t, torch.nan) for t in (gain, weight))
-    loss = head_loss(rows, gain.detach(), weight.detach(), targets, EPS, scale, d_gain, d_weight, before is not None)
+    loss = head_loss(rows, gain.detach(), weight.detach(), targets, EPS, scale, d_gain=d_gain, d_weight=d_weight,
+                     add=before is not None)
     return loss, rows, d_gain, d_weight
 
 

@@ -283,8 +283,10 @@ def test_killed_at_any_moment_it_goes_on_and_writes_the_same(tmp_path, request):
     arguments = ("a.jsonl", "b.gz", "c.txt", "--vocab", "400", "--val-share", "0.1", "--out")
     whole = start(tmp_path, *arguments, "whole.bin", code=COUNTED, CALLS=str(10**12))
     assert whole.returncode == 0, whole.stderr
-    calls, kills, has_continued = int(whole.stderr), 0, False
+    calls, jobs, kills, has_continued = int(whole.stderr), 0, 0, False
     while kills < 2 * request.config.getoption("--kills") or not has_continued:
+        jobs += 1
+        assert jobs < 20  # else nothing that was killed is ever continued
         for _ in range(3):
             killed = start(tmp_path, *arguments, "killed.bin", code=COUNTED, CALLS=str(round(calls * r.uniform(0.2, 1))))
             assert killed.returncode in (0, -signal.SIGKILL), killed.stderr
