@@ -39,10 +39,10 @@ def write_text(path: Path, megabytes: float) -> None:
 def ours(text: Path, coder: Path, out: Path) -> None:
     """The whole command's work: reading, encoding, checking, writing, flushing."""
     from spillcliff.hardware.usage import resident_peak_bytes
-    from trainer.tokenize.corpus import tokenize
+    from trainer.tokenize.corpus import CorpusOptions, tokenize
 
     print("ready", flush=True)
-    facts = tokenize([text], out, 1, coder)
+    facts = tokenize(CorpusOptions([text], out, tokenizer=coder))
     print(json.dumps({"bytes": facts["bytes"], "tokens": facts["tokens"], "peak_bytes": resident_peak_bytes()}))
 
 
@@ -52,7 +52,8 @@ def theirs(text: Path, coder: Path, call: str) -> None:
 
     from spillcliff.hardware.usage import resident_peak_bytes
     from trainer.tokenize.encode import BATCH
-    from trainer.tokenize.texts import Source, cut
+    from trainer.tokenize.source import Source
+    from trainer.tokenize.texts import cut
 
     encode = getattr(Tokenizer.from_file(str(coder)), call)
     with Source(text) as source:

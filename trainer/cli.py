@@ -4,6 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from spillcliff.cli import HELP, PATH, column_option, device_option, dtype_option, json_option, run_command
 from spillcliff.console import LiveLine, Output
@@ -23,19 +24,20 @@ val_option = click.option("--val", multiple=True, type=PATH, metavar="FILE",
 @column_option
 @click.option("--run", "run_path", type=PATH, metavar="DIR",
               help="The run's folder.  [default: results/runs/MODEL-TIME]")
-@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --run.")
+@click.option("--resume", is_flag=True, help="Continue from the newest checkpoint in --run.")
 @click.option("--from", "source_path", type=PATH, metavar="DIR",
               help="Start from the weights of a run, an exported folder or a Llama-like Hugging Face one.")
 @click.option("--sample", "prompts", multiple=True, metavar="TEXT",
-              help="After each evaluation, show how the model goes on from this; may be repeated.")
+              help="After each evaluation, show how the model continues this; may be repeated.")
 @click.option("--tensorboard", is_flag=True, help="Write event files to RUN/tensorboard too.")
 @click.option("--dry-run", is_flag=True, help="Check plan, data and device, say what would run, and stop.")
 @click.option("--allow-battery", is_flag=True, help="Start even on battery (about half as fast).")
 @device_option
 @json_option
 @click.pass_context
-def cli(ctx, plan_path, data, val, dtype, column, run_path, resume, source_path, prompts, tensorboard, dry_run,
-        allow_battery, device, as_json) -> None:
+def cli(ctx: click.Context, plan_path: Path | None, data: tuple[Path, ...], val: tuple[Path, ...], dtype: str | None,
+        column: str | None, run_path: Path | None, resume: bool, source_path: Path | None, prompts: tuple[str, ...],
+        tensorboard: bool, dry_run: bool, allow_battery: bool, device: str | None, as_json: bool) -> None:
     """Train a small language model as planned, in fp32, and write a receipt of planned beside actual.
 
     On N cards of one machine: torchrun --nproc-per-node N -- $(which train) --plan ...
@@ -47,7 +49,7 @@ def cli(ctx, plan_path, data, val, dtype, column, run_path, resume, source_path,
     if plan_path is None or not data:
         raise click.UsageError("a run needs --plan FILE and --data FILE; `plan` and `train tokenize` make them")
     if resume and run_path is None:
-        raise click.UsageError("--resume needs --run DIR, the folder of the run to go on with")
+        raise click.UsageError("--resume needs --run DIR, the folder of the run to continue")
     from trainer.run.start import StartOptions, start
 
     start(StartOptions(
@@ -66,8 +68,9 @@ def cli(ctx, plan_path, data, val, dtype, column, run_path, resume, source_path,
 @click.option("--allow-battery", is_flag=True, help="Only warn of a battery.")
 @device_option
 @json_option
-def audit(plan_path, data, val, dtype, column, run_path, allow_battery, device, as_json) -> None:
-    """Go through what a run of the plan would meet here, as every start does; exit 4 if something refuses."""
+def audit(plan_path: Path, data: tuple[Path, ...], val: tuple[Path, ...], dtype: str | None, column: str | None,
+          run_path: Path | None, allow_battery: bool, device: str | None, as_json: bool) -> None:
+    """Check what a run of the plan would meet here, as every start does; exit 4 if something refuses."""
     from trainer.plan import Plan
     from trainer.run import preflight
     from trainer.run.preflight_facts import gather_for_audit
@@ -106,14 +109,15 @@ def audit(plan_path, data, val, dtype, column, run_path, allow_battery, device, 
 @click.option("--packed", is_flag=True, help="With --pairs: as many in a row as fit; each sees those before it.")
 @json_option
 @click.pass_context
-def tokenize(ctx, texts, out_path, vocab, tokenizer_path, field, end, val_share, val, are_pairs, length, packed,
-             as_json) -> None:
+def tokenize(ctx: click.Context, texts: tuple[Path, ...], out_path: Path, vocab: str, tokenizer_path: Path | None,
+             field: str | None, end: str | None, val_share: float, val: tuple[Path, ...], are_pairs: bool,
+             length: str | None, packed: bool, as_json: bool) -> None:
     """Turn texts (plain or JSONL, also gzip or zstd; files, folders, patterns) into a token file, with a byte-level BPE
-    trained on them. Run again after it was stopped, it goes on."""
+    trained on them. Run again after it was stopped, it continues."""
     from spillcliff.units import parse_count
 
     if val_share and val:
-        raise click.UsageError("--val-share and --val are two ways to the same; give one")
+        raise click.UsageError("--val-share and --val are two ways to the same; use one")
     out = Output(as_json)
     if are_pairs:
         from trainer.tokenize.pairs import tokenize_pairs
@@ -122,18 +126,21 @@ def tokenize(ctx, texts, out_path, vocab, tokenizer_path, field, end, val_share,
             raise click.UsageError("--pairs needs --length L, as the plan will have it, and --tokenizer FILE, that of the "
                                    "run to start from")
         for name in ("vocab", "field", "end", "val_share", "val"):
-            if ctx.get_parameter_source(name).name == "COMMANDLINE":
+            if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
                 raise click.UsageError(f"--{name.replace('_', '-')} does not go with --pairs")
-        out.result(tokenize_pairs(texts, out_path, parse_count(length, "--length"), tokenizer_path, packed, out.say))
+        out.result(tokenize_pairs(texts, out_path, parse_count(length, "--length"), tokenizer_path, is_packed=packed,
+                                  say=out.say))
         return
     if length is not None or packed:
         raise click.UsageError("--length and --packed go with --pairs")
-    from trainer.tokenize.corpus import tokenize as write
+    from trainer.tokenize.corpus import CorpusOptions
+    from trainer.tokenize.corpus import tokenize as tokenize_corpus
 
+    options = CorpusOptions(texts=texts, out=out_path, vocab=parse_count(vocab, "--vocab"), tokenizer=tokenizer_path,
+                            field=field, end=end, val_share=val_share, val=val)
     with LiveLine(out.console()) as live:
-        facts = write(texts, out_path, parse_count(vocab, "--vocab"), tokenizer_path, field, end, val_share, val, live.say,
-                      live.update)
-    out.result(facts)
+        result = tokenize_corpus(options, live.say, live.update)
+    out.result(result)
 
 
 @cli.command(context_settings=HELP)
@@ -152,7 +159,8 @@ def tokenize(ctx, texts, out_path, vocab, tokenizer_path, field, end, val_share,
               help="Each further text has the next one.")
 @device_option
 @json_option
-def sample(run_path, folder, prompts, count, most, temperature, top_k, top_p, seed, device, as_json) -> None:
+def sample(run_path: Path | None, folder: Path | None, prompts: tuple[str, ...], count: int, most: int, temperature: float,
+           top_k: int, top_p: float, seed: int, device: str | None, as_json: bool) -> None:
     """Write text with a run's newest checkpoint or an exported folder, shown as it comes."""
     from spillcliff.hardware.device import resolve_device
 
@@ -168,7 +176,7 @@ def sample(run_path, folder, prompts, count, most, temperature, top_k, top_p, se
     out = Output(as_json)
     if run_path:
         model = TextModel.of_run(RunFolder(run_path), torch_device, out.say)
-    else:
+    elif folder:
         model = TextModel.of_folder(folder, torch_device)
     begins = [prompt for prompt in prompts for _ in range(count)]
     is_alone = len(begins) == 1 and not as_json
@@ -179,8 +187,8 @@ def sample(run_path, folder, prompts, count, most, temperature, top_k, top_p, se
 
     if is_alone:
         out.say(printable(begins[0]), end="")
-    texts = write_texts(model, begins, most, Sampling(temperature, top_k, top_p, seed), show,
-                        lambda line: click.echo(line, err=True))
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    texts = write_texts(model, begins, most, sampling, show, lambda line: click.echo(line, err=True))
     if is_alone:
         out.say()
     elif not as_json:
@@ -197,14 +205,14 @@ def sample(run_path, folder, prompts, count, most, temperature, top_k, top_p, se
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]),
               help="What the weights are written as.")
 @json_option
-def export(run_path, out_path, which, dtype, as_json) -> None:
+def export(run_path: Path, out_path: Path, which: str, dtype: str, as_json: bool) -> None:
     """Write a run's model as a folder that Hugging Face's transformers loads (LlamaForCausalLM, AutoTokenizer)."""
     from spillcliff.units import format_bytes
-    from trainer.huggingface.export import export as write
+    from trainer.huggingface.export import export as write_export
     from trainer.run_folder import RunFolder
 
     out = Output(as_json)
-    written = write(RunFolder(run_path), out_path, which, dtype, out.say)
+    written = write_export(RunFolder(run_path), out_path, which, dtype, out.say)
     out.say(f"written to {out_path}: the model after step {written['step']}, {format_bytes(written['bytes'])} of {dtype}")
     out.result(written)
 
@@ -216,7 +224,7 @@ def export(run_path, out_path, which, dtype, as_json) -> None:
               help="The PNG to write.  [default: curve.png in the first run's folder]")
 @click.option("--csv", "csv_path", metavar="FILE|-", help="Write the steps as CSV instead; - is stdout.")
 @json_option
-def curve(runs, out_path, csv_path, as_json) -> None:
+def curve(runs: tuple[Path, ...], out_path: Path | None, csv_path: str | None, as_json: bool) -> None:
     """Draw loss and tok/s over the tokens seen, or write every step as CSV."""
     from trainer.run.learning_curve import draw, read, table
     from trainer.run_folder import RunFolder

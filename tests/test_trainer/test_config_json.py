@@ -8,7 +8,7 @@ import sys
 import pytest
 from helpers.made import ROOT, make_record, write_records
 
-from probe.cell import Cell, cell_of, grid, shape
+from probe.cell import Cell, grid
 from probe.records import Record, load
 from spillcliff.errors import UserError
 from trainer.config import ModelConfig, StepConfig
@@ -29,11 +29,13 @@ def write(folder, values):
 
 def test_a_model_of_the_hub_has_the_parameters_that_its_card_says(tmp_path):
     model = config_json.read(write(tmp_path / "SmolLM-135M", SMOL))
-    assert model.parameters == 134_515_008 and model.rope_base == 10_000 and model.norm_eps == 1e-5
+    assert model.parameters == 134_515_008
+    assert model.rope_base == 10_000
+    assert model.norm_eps == 1e-5
     assert model == config_json.read(tmp_path / "SmolLM-135M" / "config.json")
 
 
-@pytest.mark.parametrize("changes, expected", [
+@pytest.mark.parametrize(("changes", "expected"), [
     ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, {"rope_base": 5e5}),
     ({"num_key_value_heads": None}, {"kv_heads": 9}),
     ({"model_type": "mistral", "sliding_window": None}, {"kv_heads": 3}),
@@ -44,7 +46,7 @@ def test_other_ways_to_say_the_same_are_read(tmp_path, changes, expected):
     assert {name: getattr(model, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize("changes, named", [
+@pytest.mark.parametrize(("changes", "named"), [
     ({"model_type": "qwen2"}, "biases"), ({"model_type": "qwen3"}, "norms q and k"), ({"model_type": "mamba"}, "mamba"),
     ({"model_type": None}, "model_type"), ({"model_type": ["llama"]}, "model_type"),
     ({"attention_bias": True}, "attention_bias"), ({"mlp_bias": True}, "mlp_bias"), ({"hidden_act": "gelu"}, "hidden_act"),
@@ -59,7 +61,8 @@ def test_other_ways_to_say_the_same_are_read(tmp_path, changes, expected):
 def test_what_ours_cannot_do_is_refused_by_name(tmp_path, changes, named):
     with pytest.raises(UserError, match=named) as e:
         config_json.read(write(tmp_path, SMOL | changes))
-    assert "config.json" in str(e.value) and "\n" not in str(e.value)
+    assert "config.json" in str(e.value)
+    assert "\n" not in str(e.value)
 
 
 def test_a_mistral_that_names_no_window_has_one(tmp_path):
@@ -71,7 +74,7 @@ def test_a_mistral_that_names_no_window_has_one(tmp_path):
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"model_type": "llama"', "\x00\xff"])
 def test_a_damaged_config_is_told_in_one_line(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(UserError, match="model config .*config.json"):
+    with pytest.raises(UserError, match=r"model config .*config\.json"):
         config_json.read(tmp_path)
 
 
@@ -80,8 +83,10 @@ def test_a_name_is_of_the_shape_and_not_of_the_place(tmp_path):
     here = config_json.read(write(tmp_path / "a" / "my model: 1B", SMOL))
     there = config_json.read(write(tmp_path / "b" / "my model: 1B", SMOL | {"vocab_size": 500}))
     other = config_json.read(write(tmp_path / "c" / "my model: 1B", SMOL | {"num_hidden_layers": 29}))
-    assert here.name == there.name != other.name and here.name.startswith("my-model-1B-")
-    assert not config_json.is_size(here.name) and not set(here.name) & set(" :/\\")
+    assert here.name == there.name != other.name
+    assert here.name.startswith("my-model-1B-")
+    assert not config_json.is_size(here.name)
+    assert not set(here.name) & set(" :/\\")
     cached = tmp_path / "models--Org--SmolLM" / "snapshots" / ("0" * 40)
     assert config_json.read(write(cached, SMOL)).name.startswith("SmolLM-")
 
@@ -97,12 +102,13 @@ def test_what_is_written_is_what_is_read(tmp_path):
 def test_a_record_keeps_the_shape_of_its_model(tmp_path):
     """So that a cell read from disk is the cell that would be measured again."""
     model = config_json.read(write(tmp_path / "smol", SMOL))
-    (cell,) = grid([model], [4], [512], [1], ["eager"], ["none"], 32_000)
-    assert cell == cell_of(model, StepConfig(4, 512)) and shape(cell) == model and cell.vocab == 49152
+    (cell,) = grid([model], {"batch": [4], "length": [512]}, 32_000)
+    assert cell == Cell(model.name, StepConfig(4, 512), model.vocab, shape=model)
+    assert cell.config == model
+    assert cell.vocab == 49152
     path = write_records(tmp_path / "records.jsonl", [dataclasses.replace(make_record(), cell=cell, model=model)])
     assert load(path)[0].cell == cell
-    assert Record.from_json(make_record().to_json()).cell == Cell("150M", 4, 512) == cell_of(
-        ModelConfig.named("150M"), StepConfig(4, 512))
+    assert Record.from_json(make_record().to_json()).cell == Cell.of("150M", 4, 512)
     with pytest.raises(UserError, match="shape is that of"):
         dataclasses.replace(cell, model="another")
 
@@ -110,7 +116,7 @@ def test_a_record_keeps_the_shape_of_its_model(tmp_path):
 def test_a_plan_names_the_model_by_its_config(command, refused, tmp_path):
     """Records of two models: the config.json picks its own, and the plan holds its shape."""
     model = config_json.read(write(tmp_path / "smol", SMOL))
-    (cell,) = grid([model], [4], [512], [1], ["eager"], ["none"], 32_000)
+    (cell,) = grid([model], {"batch": [4], "length": [512]}, 32_000)
     ours = dataclasses.replace(make_record(), cell=cell, model=model)
     write_records(tmp_path / "results" / ours.device / "records.jsonl", [make_record(), ours])
     done = command("plan", "--corpus", "100M", "--model", "smol/config.json", "--limit", "5GB", "--device",

@@ -5,17 +5,20 @@ import gzip
 import json
 import pickle
 import struct
+import sys
 
 import numpy as np
 import pytest
 from helpers.made import make_plan
 
 from spillcliff.errors import UserError
-from trainer.config import ModelConfig, StepConfig
+from trainer.config import StepConfig
 from trainer.data.dataset import open_data
-from trainer.data.formats import flat_type, open_tokens
-from trainer.data.shards import expand
-from trainer.data.tokens import Tokens, scan_file, write_sidecar
+from trainer.data.formats import open_tokens
+from trainer.data.paths import expand
+from trainer.data.recognize import flat_type
+from trainer.data.scan import scan_file
+from trainer.data.tokens import Tokens, write_sidecar
 
 RANDOM = np.random.default_rng(3)
 IDS = RANDOM.integers(0, 500, 4000)
@@ -94,26 +97,27 @@ GOOD = {
 def test_each_format_is_read_whatever_its_name(tmp_path, make):
     path = tmp_path / "data.xyz"
     make(path)
-    tokens, said = opened(path)
+    tokens, _said = opened(path)
     assert np.array_equal(tokens.ids, IDS)
     tokens.check(500)
     with pytest.raises(UserError, match=rf"{IDS.max()} at position {IDS.argmax()} "):
         tokens.check(int(IDS.max()))
     batch = tokens.batch(1, 5, StepConfig(3, 10))
-    assert batch.dtype == np.int32 and batch.max() < 500
+    assert batch.dtype == np.int32
+    assert batch.max() < 500
     assert opened(path)[0].checksum() == tokens.checksum()
 
 
 def test_the_type_of_a_flat_file_is_told_with_its_reason(tmp_path):
     IDS.astype("<u2").tofile(tmp_path / "a")
     IDS.astype("<u4").tofile(tmp_path / "b")
-    assert "flat uint16, as uint16 every id looked at is below the vocabulary of 500" in opened(tmp_path / "a")[1]
-    assert "flat uint32, as uint32 every id looked at is below" in opened(tmp_path / "b")[1]
+    assert "flat uint16, as uint16 every sampled id is below the vocabulary of 500" in opened(tmp_path / "a")[1]
+    assert "flat uint32, as uint32 every sampled id is below" in opened(tmp_path / "b")[1]
 
 
 @pytest.mark.parametrize("vocab", [None, 300, 32_000, 65_536, 65_537, 128_256, 200_000])
-@pytest.mark.parametrize("known", [True, False])
-def test_the_type_is_right_or_asked_for_at_any_vocabulary(vocab, known):
+@pytest.mark.parametrize("is_told", [True, False])
+def test_the_type_is_right_or_asked_for_at_any_vocabulary(vocab, is_told):
     """Zipf's ids, as text has them: a wrong type is never decided for."""
     for seed in range(20):
         random = np.random.default_rng(seed)
@@ -121,11 +125,11 @@ def test_the_type_is_right_or_asked_for_at_any_vocabulary(vocab, known):
         for dtype in ("<u2", "<u4")[(vocab or 0) > 65_536:]:
             raw = ids.astype(dtype).tobytes()
             words = np.frombuffer(raw[:len(raw) // 4 * 4], "<u2")
-            found, why = flat_type(words, vocab if known else None)
-            assert found == np.dtype(dtype) or (found is None and "--dtype" in why), (found, why)
+            guess, why = flat_type(words, vocab if is_told else None)
+            assert guess == np.dtype(dtype) or (guess is None and "--dtype" in why), (guess, why)
             for other in (ids.astype(dtype).byteswap().tobytes(), ids.astype("<i8").tobytes()):
-                found, why = flat_type(np.frombuffer(other[:len(other) // 4 * 4], "<u2"), vocab)
-                assert found is None or found == np.dtype("<u2"), (found, why)  # big-endian uint16 has no mark of its own
+                guess, why = flat_type(np.frombuffer(other[:len(other) // 4 * 4], "<u2"), vocab)
+                assert guess is None or guess == np.dtype("<u2"), (guess, why)  # big-endian uint16 has no mark of its own
 
 
 def test_what_could_be_both_is_asked_for(tmp_path):
@@ -133,7 +137,8 @@ def test_what_could_be_both_is_asked_for(tmp_path):
     np.zeros(1000, "<u4").tofile(path)
     with pytest.raises(UserError, match="plausible as uint16 and as uint32; say which with --dtype"):
         opened(path)
-    assert len(opened(path, dtype="uint32")[0].ids) == 1000 and len(opened(path, dtype="uint16")[0].ids) == 2000
+    assert len(opened(path, dtype="uint32")[0].ids) == 1000
+    assert len(opened(path, dtype="uint16")[0].ids) == 2000
 
 
 def cut(make, size):
@@ -207,7 +212,8 @@ def test_damage_is_told_in_one_line_and_nothing_is_unpickled(tmp_path, make, wor
     make(path)
     with pytest.raises(UserError, match=words) as e:
         opened(path)
-    assert "\n" not in str(e.value) and "data.bin" in str(e.value)
+    assert "\n" not in str(e.value)
+    assert "data.bin" in str(e.value)
     assert [p.name for p in tmp_path.iterdir()] == ["data.bin"]
 
 
@@ -218,17 +224,19 @@ def test_negative_ids_are_found_with_their_place(tmp_path):
 
 
 def test_a_named_type_must_agree_with_what_the_file_says_itself(tmp_path):
-    with pytest.raises(UserError, match="holds uint16 by its own words"):
+    with pytest.raises(UserError, match="says itself that it holds uint16; leave out --dtype uint32"):
         opened(llm_c(tmp_path / "a", IDS), dtype="uint32")
 
 
 def test_the_copy_of_a_column_is_made_once_and_again_when_the_file_changes(tmp_path):
     path = parquet(tmp_path / "a.parquet", a=rows(), b=rows(IDS[::-1]))
     first, said = opened(path, column="a")
-    assert "copying the ids" in said and first.ids.tolist() == IDS.tolist()
+    assert "copying the ids" in said
+    assert first.ids.tolist() == IDS.tolist()
     assert "copying" not in opened(path, column="a")[1]
     other, said = opened(path, column="b")
-    assert "copying" in said and other.ids.tolist() == IDS[::-1].tolist()
+    assert "copying" in said
+    assert other.ids.tolist() == IDS[::-1].tolist()
     parquet(path, b=rows(IDS[:50]))
     assert len(opened(path, column="b")[0].ids) == 50
     with pytest.raises(UserError, match="no column 'c'; it has b"):
@@ -246,7 +254,7 @@ def test_what_stands_where_the_copy_would_go_is_left_alone(tmp_path):
 
 def test_a_missing_pyarrow_is_told_with_what_installs_it(tmp_path, monkeypatch):
     path = parquet(tmp_path / "a.parquet", ids=rows())
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UserError, match=r'pip install "spillcliff\[arrow\]"'):
         opened(path)
 
@@ -262,15 +270,18 @@ def shards(folder, sizes=(1500, 30, 7, 2463)):
 def test_shards_are_one_run_of_tokens_in_natural_order(tmp_path):
     """Batches, the checksum and what is held back are those of one file with the same ids; windows span several shards."""
     folder = shards(tmp_path)
-    whole = Tokens(IDS.astype("<u2"), None, "whole")
+    whole = Tokens.of_ids(IDS.astype("<u2"), None, "whole")
+    shape = StepConfig(2, 48)
     for named in ([folder], [folder / "*.bin"], [folder / f"fineweb_train_{i * 6}.bin" for i in range(4)]):
         tokens, said = opened(*named)
-        assert np.array_equal(tokens.ids, IDS) and tokens.checksum() == whole.checksum()
+        assert np.array_equal(tokens.ids, IDS)
+        assert tokens.checksum() == whole.checksum()
         assert "4 files, fineweb_train_0.bin to fineweb_train_18.bin, 4,000 tokens, llm.c" in said
-        for a, b in zip((tokens, *tokens.split(2500)), (whole, *whole.split(2500)), strict=True):
+        for a, b in zip((tokens, *tokens.split(shape)), (whole, *whole.split(shape)), strict=True):
             for step in range(12):
                 assert np.array_equal(a.batch(1, step, StepConfig(5, 48, 2)), b.batch(1, step, StepConfig(5, 48, 2)))
-            assert all(np.array_equal(x, y) for x, y in zip(a.fixed(3, 48, 4), b.fixed(3, 48, 4), strict=True))
+            for x, y in zip(a.fixed_batches(3, 48, 4), b.fixed_batches(3, 48, 4), strict=True):
+                assert np.array_equal(x, y)
             assert a.checksum() == b.checksum()
 
 
@@ -279,7 +290,8 @@ def test_an_id_past_the_vocabulary_is_found_in_its_shard(tmp_path):
     llm_c(folder / "fineweb_train_12.bin", [1, 2, 500, 3])
     with pytest.raises(UserError, match=r"_12.bin: id 500 at position 2 .*vocabulary of 500; plan with --vocab 501"):
         opened(folder)[0].check(500)
-    assert scan_file(folder / "fineweb_train_0.bin").exists() and not scan_file(folder / "fineweb_train_12.bin").exists()
+    assert scan_file(folder / "fineweb_train_0.bin").exists()
+    assert not scan_file(folder / "fineweb_train_12.bin").exists()
     assert len(opened(folder)[0].shards) == 4  # what was kept beside them is no shard
 
 
@@ -287,10 +299,12 @@ def test_an_array_of_shards_gives_any_slice(tmp_path):
     joined = opened(shards(tmp_path))[0].ids
     for _ in range(300):
         a, b = sorted(RANDOM.integers(0, 4001, 2))
-        assert np.array_equal(joined[a:b], IDS[a:b]) and len(joined[a:b]) == b - a
+        assert np.array_equal(joined[a:b], IDS[a:b])
+        assert len(joined[a:b]) == b - a
         piece = joined[a:]
         assert np.array_equal(piece[:b - a], IDS[a:b])
-    assert isinstance(joined[0:1500], np.memmap) and len(joined[4000:]) == 0
+    assert isinstance(joined[0:1500], np.memmap)
+    assert len(joined[4000:]) == 0
 
 
 def test_mixed_kinds_are_refused(tmp_path):
@@ -322,7 +336,7 @@ def test_a_folder_is_its_token_files_alone(tmp_path):
     assert len(opened(tmp_path)[0].ids) == 4000
     nano_gpt(tmp_path / "val.bin")
     for named in (tmp_path, tmp_path / "*.bin"):
-        with pytest.raises(UserError, match="train.bin, val.bin.; name them apart, by --data and --val"):
+        with pytest.raises(UserError, match=r"\(train\.bin, val\.bin\); name them apart, by --data and --val"):
             opened(named)
     assert len(opened(tmp_path / "train.bin", tmp_path / "val.bin")[0].ids) == 8000
     (tmp_path / "empty").mkdir()
@@ -343,24 +357,30 @@ def test_a_datasets_folder_is_read_and_its_copies_are_not_counted(tmp_path):
 
 
 def test_a_plan_s_data_may_be_shards_with_others_to_validate(tmp_path):
-    plan = make_plan("cpu-x", ModelConfig.named("1M", 500), StepConfig(2, 32))
-    validation_tokens = llm_c(tmp_path / "held.bin", IDS[:200])
-    tokens, held = open_data(plan, [shards(tmp_path) / "*train*"], [validation_tokens])
-    assert len(held.ids) == 200 and len(tokens.ids) == 4000
-    with pytest.raises(UserError, match="held.bin is in both --data and --val"):
-        open_data(plan, [tmp_path], [validation_tokens])
+    plan = make_plan()
+    validation_file = llm_c(tmp_path / "held.bin", IDS[:200])
+    training, validation = open_data(plan, [shards(tmp_path) / "*train*"], [validation_file])
+    assert len(validation.ids) == 200
+    assert len(training.ids) == 4000
+    with pytest.raises(UserError, match=r"held\.bin is in both --data and --val"):
+        open_data(plan, [tmp_path], [validation_file])
 
 
-def test_plan_and_audit_take_a_flat_file(tmp_path, command, refused):
+def test_plan_and_audit_take_a_flat_file(tmp_path, called):
     """By the type that is told from its content, or by --dtype; text is answered with the command that makes ids of it."""
-    (tmp_path / "plan.json").write_text(json.dumps(make_plan("cpu-x").to_json()))
+    (tmp_path / "plan.json").write_text(json.dumps(make_plan().to_json()))
     IDS.astype("<u4").tofile(tmp_path / "token_ids_u32.dat")
     np.zeros(99, "<u4").tofile(tmp_path / "zeros.dat")
     (tmp_path / "corpus.txt").write_text("Once upon a time\n")
-    done = command("train", "audit", "--plan", "plan.json", "--data", "token_ids_u32.dat", "--device", "cpu", "--json")
-    seen = json.loads(done.stdout)["findings"]
-    assert [f["seen"] for f in seen if f["what"] == "data"][0].startswith("3,935 tokens"), (seen, done.stderr)
+    _, out, err = called(tmp_path, "train", "audit", "--plan", "plan.json", "--data", "token_ids_u32.dat", "--device", "cpu",
+                         "--json")
+    findings = json.loads(out)["findings"]
+    assert next(f["seen"] for f in findings if f["what"] == "data").startswith("3,935 tokens"), (findings, err)
     run = ("train", "--plan", "plan.json", "--dry-run", "--device", "cpu", "--data")
-    assert "train tokenize corpus.txt --out corpus.bin" in refused(2, *run, "corpus.txt")
-    assert "--dtype" in refused(2, *run, "zeros.dat")
-    assert "is text" in refused(2, "plan", "--corpus", "corpus.txt")
+    for arguments, words in (((*run, "corpus.txt"), "train tokenize corpus.txt --out corpus.bin"),
+                             ((*run, "zeros.dat"), "--dtype"), (("plan", "--corpus", "corpus.txt"), "is text")):
+        code, _, err = called(tmp_path, *arguments)
+        assert code == 2
+        assert words in err
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1

@@ -7,17 +7,17 @@ import random
 import pytest
 import torch
 from helpers.made import tiny
-from helpers.runs import end_state, log, make_home, receipt, train
+from helpers.runs import end_state, log, receipt, run_options
 
 from trainer.data.tokens import write_sidecar
 from trainer.model.decoder import Decoder
-from trainer.model.generate import Draw, drawn, generate
-from trainer.run.sample import Pieces, Sampler, Writer, printable, write
+from trainer.model.generate import Sampling, generate, sample_tokens
+from trainer.run.sample import Sampler, StreamDecoder, TextModel, printable, write_texts
 from trainer.tokenize import tokenizer
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7], [1], [9] * 11, [40, 3, 250, 17, 2]]
-GREEDY = Draw(temperature=0)
+GREEDY = Sampling(temperature=0)
 
 
 def sharp(length=64, **changes) -> Decoder:
@@ -40,32 +40,34 @@ def coder(tmp_path_factory):
 def test_greedy_with_kept_keys_is_greedy_without(changes):
     """Token for token, past what it was made for too, and each row of a batch as alone."""
     model = sharp(**changes)
-    together = generate(model, PROMPTS, 40, GREEDY)
-    for prompt, found in zip(PROMPTS, together, strict=True):
-        assert generate(model, [prompt], 40, GREEDY) == [found]
+    texts = generate(model, PROMPTS, 40, GREEDY)
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        assert generate(model, [prompt], 40, GREEDY) == [text]
         ids = list(prompt)
         with torch.no_grad():
             for _ in range(40):
                 ids.append(int(model.logits(model(model.embed(torch.tensor([ids]))))[0, -1].argmax()))
-        assert ids[len(prompt):] == found
+        assert ids[len(prompt):] == text
 
 
 def test_each_row_draws_as_it_would_alone_and_others_draw_others():
-    model, draw = sharp(), Draw(1.0, 40, 0.9, 2**63 - 3)  # the seed goes past its end
-    together = generate(model, PROMPTS, 30, draw)
-    for row, (prompt, found) in enumerate(zip(PROMPTS, together, strict=True)):
-        assert generate(model, [prompt], 30, dataclasses.replace(draw, seed=(draw.seed + row) % 2**63)) == [found]
-    same = generate(model, [PROMPTS[0]] * 4, 30, draw)
+    model = sharp()
+    sampling = Sampling(temperature=1.0, top_k=40, top_p=0.9, seed=2**63 - 3)  # the seed goes past its end
+    texts = generate(model, PROMPTS, 30, sampling)
+    for row, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
+        alone = dataclasses.replace(sampling, seed=(sampling.seed + row) % 2**63)
+        assert generate(model, [prompt], 30, alone) == [text]
+    same = generate(model, [PROMPTS[0]] * 4, 30, sampling)
     assert len({tuple(row) for row in same}) == 4
-
 
 def test_a_row_ends_before_an_end_and_the_others_go_on():
     model = sharp()
     whole = generate(model, PROMPTS, 20, GREEDY)
     end, told = whole[0][4], []
-    found = generate(model, PROMPTS, 20, GREEDY, frozenset({end}), lambda row, token: told.append((row, token)))
-    assert found == [row[:row.index(end)] if end in row else row for row in whole] and len(found[0]) <= 4
-    assert all([t for r, t in told if r == row] == tokens for row, tokens in enumerate(found))
+    texts = generate(model, PROMPTS, 20, GREEDY, frozenset({end}), lambda row, token: told.append((row, token)))
+    assert texts == [text[:text.index(end)] if end in text else text for text in whole]
+    assert len(texts[0]) <= 4
+    assert all([t for r, t in told if r == row] == tokens for row, tokens in enumerate(texts))
 
 
 def test_draws_keep_to_their_shares():
@@ -74,7 +76,8 @@ def test_draws_keep_to_their_shares():
     chance = torch.rand(4000, generator=torch.Generator().manual_seed(1))
 
     def shares(**how):
-        return (torch.bincount(drawn(logits, Draw(**{"temperature": 1.0, **how}), chance), minlength=4) / 4000).tolist()
+        tokens = sample_tokens(logits, Sampling(**{"temperature": 1.0, **how}), chance)
+        return (torch.bincount(tokens, minlength=4) / 4000).tolist()
 
     assert shares() == pytest.approx([0.1, 0.4, 0.2, 0.3], abs=0.03)
     assert shares(top_k=2) == pytest.approx([0, 4 / 7, 0, 3 / 7], abs=0.03)
@@ -82,7 +85,8 @@ def test_draws_keep_to_their_shares():
     assert shares(temperature=0.5) == pytest.approx([1 / 30, 16 / 30, 4 / 30, 9 / 30], abs=0.03)
     for certain in ({"top_k": 1}, {"top_p": 0.0}, {"temperature": 0}, {"temperature": 1e-6}):
         assert shares(**certain) == [0, 1, 0, 0]
-    assert drawn(logits, Draw(1.0), torch.full((4000,), 1 - 2**-24)).unique().tolist() == [0]  # the last, and none past it
+    last = sample_tokens(logits, Sampling(temperature=1.0), torch.full((4000,), 1 - 2**-24))
+    assert last.unique().tolist() == [0]  # and none past it
 
 
 def test_pieces_are_whole_characters_and_add_up(coder):
@@ -90,19 +94,23 @@ def test_pieces_are_whole_characters_and_add_up(coder):
     r = random.Random(3)
     text = coder.encode("größer ♥ 漢字🙂 " * 8).ids
     for ids in (text, [r.randrange(1, 300) for _ in range(400)]):
-        pieces = Pieces(coder, [7])
-        found = [pieces.add(token) for token in ids]
+        decoder = StreamDecoder(coder, [7])
+        pieces = [decoder.add(token) for token in ids]
         whole = coder.decode([7, *ids])
-        assert "".join(found) + pieces.rest() == whole[len(coder.decode([7])):]
+        assert "".join(pieces) + decoder.end() == whole[len(coder.decode([7])):]
         if ids is text:
-            assert "\ufffd" not in "".join(found) and sum(map(bool, found)) > 20
+            assert "\ufffd" not in "".join(pieces)
+            assert sum(map(bool, pieces)) > 20
     assert printable("a\x1b[31m\tb\r\n\x07é") == "a\ufffd[31m\tb\ufffd\n\ufffdé"
 
 
 def test_a_text_past_the_trained_length_is_written_and_told(coder):
-    said, writer = [], Writer(sharp(), coder, frozenset(), 16)
-    (text,) = write(writer, ["the quick"], 40, GREEDY, say=said.append)
-    assert text.startswith("the quick") and len(said) == 1 and "trained on 16" in said[0]
+    said = []
+    model = TextModel(model=sharp(), tokenizer=coder, ends=frozenset(), length=16)
+    (text,) = write_texts(model, ["the quick"], 40, GREEDY, say=said.append)
+    assert text.startswith("the quick")
+    assert len(said) == 1
+    assert "trained on 16" in said[0]
 
 
 def test_sampling_touches_no_generator_and_no_weight(coder, tmp_path):
@@ -115,26 +123,30 @@ def test_sampling_touches_no_generator_and_no_weight(coder, tmp_path):
             lines.append((kind, step, values))
 
     Sampler(["the", ""], str(tmp_path / "t.json"), model.config).show(model, 7, Log(), lambda line: None)
-    assert torch.get_rng_state().equal(state) and all(map(torch.equal, model.parameters(), before))
+    assert torch.get_rng_state().equal(state)
+    assert all(map(torch.equal, model.parameters(), before))
     assert [(kind, step, v["prompt"]) for kind, step, v in lines] == [("sample", 7, "the"), ("sample", 7, "")]
     assert all(v["text"] and v["seconds"] > 0 for _, _, v in lines)
 
 
-def test_a_run_with_samples_and_event_files_is_the_same_run(tmp_path, coder):
+def test_a_run_with_samples_and_event_files_is_the_same_run(home, coder, called):
     """Bit for bit; the samples' time has its own place in the ledger, and without a tokenizer it is refused at the start."""
-    home = make_home(tmp_path)
-    refused = train(home, "none", "--sample", "the")
-    assert refused.returncode == 2 and "--sample needs the tokenizer" in refused.stderr and refused.stderr.count("\n") == 1
+    code, _, err = called(home, "train", *run_options("none", "--sample", "the"))
+    assert code == 2
+    assert "--sample needs the tokenizer" in err
+    assert err.count("\n") == 1
     coder.save(str(home / "tokenizer.json"))
     write_sidecar(home / "data.bin", json.loads((home / "data.bin.json").read_text())["count"], 300, "tokenizer.json")
-    done = train(home, "shown", "--sample", "the quick", "--sample", "漢", "--tensorboard")
-    assert done.returncode == 0, done.stderr
+    code, out, err = called(home, "train", *run_options("shown", "--sample", "the quick", "--sample", "漢", "--tensorboard"))
+    assert code == 0, err
     assert end_state(home / "shown") == end_state(home / "whole")
-    lines = log(home / "shown")
-    samples, evals = ([line for line in lines if line["kind"] == kind] for kind in ("sample", "eval"))
+    samples, evals = (log(home / "shown", kind) for kind in ("sample", "eval"))
     assert [s["step"] for s in samples] == [e["step"] for e in evals for _ in range(2)]
-    assert samples[0]["prompt"] == "the quick" and 'sample: "the quick' in done.stdout and samples[0]["text"]
+    assert samples[0]["prompt"] == "the quick"
+    assert 'sample: "the quick' in out
+    assert samples[0]["text"]
     spent = receipt(home / "shown")["ledger"]
     told = sum({s["step"]: s["seconds"] for s in samples}.values())
-    assert told <= spent["sample_s"] < told + 1 and receipt(home / "whole")["ledger"]["sample_s"] == 0
+    assert told <= spent["sample_s"]
+    assert receipt(home / "whole")["ledger"]["sample_s"] == 0
     assert list((home / "shown" / "tensorboard").glob("events*"))

@@ -7,9 +7,11 @@ from helpers.made import tiny
 
 from trainer.model.decoder import Decoder, attention, halves_to_pairs, rms_norm, rope, rope_angles
 from trainer.model.layers import Attention, NormLinear, SwiGLULinear
-from trainer.model.loss import IGNORE, chunk_rows, head_loss
+from trainer.model.loss import chunk_rows, head_loss
 
 CPU = torch.device("cpu")
+IGNORE = -100
+"""A target without a loss, as torch.nn.functional has it; ours is any below 0."""
 
 
 def doubles(*shape):
@@ -20,10 +22,11 @@ EPS = 1e-5
 
 
 def gradients(x, gain, weight, targets, scale=1.0, before=None):
-    """(loss, d_x, d_gain, d_weight) by ours; added to `before`, (d_gain, d_weight), if that is given."""
+    """(loss, d_x, d_gain, d_weight) by ours; with `before` added to those, (d_gain, d_weight)."""
     rows = x.detach().clone()
     d_gain, d_weight = before or (torch.full_like(t, torch.nan) for t in (gain, weight))
-    loss = head_loss(rows, gain.detach(), weight.detach(), targets, EPS, scale, d_gain, d_weight, before is not None)
+    loss = head_loss(rows, gain.detach(), weight.detach(), targets, EPS, scale, d_gain=d_gain, d_weight=d_weight,
+                     add=before is not None)
     return loss, rows, d_gain, d_weight
 
 
@@ -57,7 +60,8 @@ def test_loss_survives_logits_whose_probability_underflows():
 
 def test_a_batch_without_targets_has_loss_zero_and_no_gradient():
     loss, *grads = gradients(doubles(4, 8), doubles(8), doubles(9, 8), torch.full((4,), IGNORE))
-    assert loss.item() == 0 and not any(g.any() for g in grads)
+    assert loss.item() == 0
+    assert not any(g.any() for g in grads)
 
 
 def test_a_chunk_is_512_rows_or_an_eighth():
@@ -161,12 +165,14 @@ def test_nothing_looks_ahead():
     changed[0, 9] = (changed[0, 9] + 1) % 300
     with torch.no_grad():
         a, b = model(model.embed(tokens)), model(model.embed(changed))
-    assert torch.equal(a[:, :9], b[:, :9]) and not torch.equal(a[:, 9:], b[:, 9:])
+    assert torch.equal(a[:, :9], b[:, :9])
+    assert not torch.equal(a[:, 9:], b[:, 9:])
 
 
 def test_weights_are_those_of_the_seed():
     a, b, c = (Decoder(tiny(), 8, CPU, seed) for seed in (1, 1, 2))
-    assert torch.equal(a.embedding, b.embedding) and not torch.equal(a.embedding, c.embedding)
+    assert torch.equal(a.embedding, b.embedding)
+    assert not torch.equal(a.embedding, c.embedding)
 
 
 @pytest.mark.parametrize("recompute", ["none", "elementwise", "block"])

@@ -109,14 +109,16 @@ def test_what_the_padding_is_changes_no_bit():
             row[padding] = ~torch.randint(300, row[padding].shape, dtype=torch.int32)
     assert not all(map(torch.equal, batches, others))
     (a, ours), (b, theirs) = weights_after(batches, accum=2), weights_after(others, accum=2)
-    assert a == b and all(map(torch.equal, ours, theirs))
+    assert a == b
+    assert all(map(torch.equal, ours, theirs))
 
 
 def test_without_anything_masked_a_masked_step_is_a_plain_one_bit_for_bit():
     batches = [masked(1, seed=i) for i in range(4)]
     batches = [torch.where(t < 0, ~t, t) for t in batches]
     (a, ours), (b, theirs) = weights_after(batches), weights_after(batches, False)
-    assert a == b and all(map(torch.equal, ours, theirs))
+    assert a == b
+    assert all(map(torch.equal, ours, theirs))
 
 
 def test_a_step_without_any_answer_has_loss_zero_and_no_gradient():
@@ -131,7 +133,8 @@ def test_going_on_in_smaller_pieces_keeps_the_mean_of_the_step():
     parts.lighten()
     t = masked(1, 4)
     (a, norm), (b, other) = whole(t, 1e-2), parts(t.view(2, 2, -1), 1e-2)
-    assert float(a) == pytest.approx(float(b), rel=1e-6) and float(norm) == pytest.approx(float(other), rel=1e-5)
+    assert float(a) == pytest.approx(float(b), rel=1e-6)
+    assert float(norm) == pytest.approx(float(other), rel=1e-5)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -161,7 +164,8 @@ def test_packing_fills_rows_and_loses_nothing():
 def test_a_cut_takes_the_prompts_beginning_and_never_of_the_answer():
     ids = np.array([~1, ~2, ~3, 4, 5], np.int32)
     assert cut(ids, 5) is ids
-    assert cut(ids, 3).tolist() == [~3, 4, 5] and cut(ids, 2) is None
+    assert cut(ids, 3).tolist() == [~3, 4, 5]
+    assert cut(ids, 2) is None
     chat = np.array([~1, 2, 3, ~4, 5], np.int32)  # of the first answer, half is left: it is read, not learned
     assert cut(chat, 3).tolist() == [~3, ~4, 5]
 
@@ -183,10 +187,12 @@ GPT = {"user": "human", "assistant": "gpt", "system": "system"}
 def test_every_form_is_known_by_its_fields_and_only_answers_are_learned(tmp_path, coder, line, expected):
     facts = tokenize_pairs([jsonl(tmp_path / "p", [line, line])], tmp_path / "p.bin", 200, coder)
     (text, learned), (other, _) = texts(tmp_path / "p.bin", coder)
-    assert text == other and text.startswith(expected[0])
+    assert text == other
+    assert text.startswith(expected[0])
     padding = 200 - facts["tokens_real"] // 2
     assert (Pairs.open(tmp_path / "p.bin").rows[:, -padding:] == ~np.arange(201 - padding, 201)).all()
-    assert learned == expected[1] and (facts["rows"], facts["tokens_padded"] + facts["tokens_real"]) == (2, 400)
+    assert learned == expected[1]
+    assert (facts["rows"], facts["tokens_padded"] + facts["tokens_real"]) == (2, 400)
     assert facts["tokens_answer"] == Pairs.open(tmp_path / "p.bin").answers
 
 
@@ -287,7 +293,8 @@ def test_a_run_starts_from_another_ones_weights(home):
     done = train(home, "tuned", "--from", "whole")
     assert done.returncode == 0, done.stderr
     paper, before = receipt(home / "tuned"), receipt(home / "whole")
-    assert paper["first_val_loss"] == pytest.approx(before["val_loss"], rel=0.1) and paper["from"]["path"].endswith("whole")
+    assert paper["first_val_loss"] == pytest.approx(before["val_loss"], rel=0.1)
+    assert paper["from"]["path"].endswith("whole")
 
 
 def test_a_killed_run_goes_on_bit_for_bit(home):
@@ -316,9 +323,12 @@ def test_another_mask_is_other_data(home):
     shutil.copy(home / "data.bin.json", home / "more.bin.json")
     plan = Plan.load(home / "plan.json")
     before, now = ({"training": identity(open_data(plan, [home / f"{name}.bin"])[0])} for name in ("data", "more"))
-    assert not changes(before, before) and "crc32" in changes(before, now) and "answers" in changes(before, now)
+    assert not changes(before, before)
+    assert "crc32" in changes(before, now)
+    assert "answers" in changes(before, now)
     plain = {"training": {"tokens": 1, "vocab": 300, "crc32": 5}}
-    assert "answers" in changes(before, plain) and "tokens" in changes(plain, before)
+    assert "answers" in changes(before, plain)
+    assert "tokens" in changes(plain, before)
 
 
 def test_what_does_not_suit_is_refused(home, token_file, tmp_path):
@@ -344,7 +354,9 @@ def test_the_plan_counts_rows_and_tells_padding_apart(home, command, refused, tm
     done = command("plan", *options, "--json")
     assert done.returncode == 0, done.stderr
     plan, facts = json.loads(done.stdout), json.loads((home / "data.bin.json").read_text())
-    assert plan["steps"] == 100 * 3 // 4 and plan["step"]["length"] == LENGTH and plan["corpus_tokens"] == 100 * LENGTH
+    assert plan["steps"] == 100 * 3 // 4
+    assert plan["step"]["length"] == LENGTH
+    assert plan["corpus_tokens"] == 100 * LENGTH
     assert plan["pairs"] == {name: facts[name] for name in plan["pairs"]}
     assert f"{facts['tokens_padded']:,} of padding" in done.stderr
     assert f"--length {LENGTH * 2}" in refused(2, "plan", *options, "--length", LENGTH * 2)
@@ -361,4 +373,7 @@ def test_the_command_says_what_it_made_and_of_what(home, command, coder):
                    "--out", "p.bin", "--json")
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
-    assert facts["packed"] and facts["pairs"] == 100 and "100 pairs in" in done.stderr and "### User:" in done.stderr
+    assert facts["packed"]
+    assert facts["pairs"] == 100
+    assert "100 pairs in" in done.stderr
+    assert "### User:" in done.stderr

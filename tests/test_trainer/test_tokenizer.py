@@ -5,7 +5,7 @@ import pytest
 
 from spillcliff.errors import UserError
 from trainer.data.tokens import Tokens
-from trainer.tokenize.corpus import tokenize
+from trainer.tokenize.corpus import CorpusOptions, tokenize
 from trainer.tokenize.tokenizer import END_OF_TEXT, load
 
 TEXT = "def f(x):\n    return x  # naïve café ☕\r\n" * 300
@@ -15,9 +15,10 @@ def test_ids_decode_to_the_text_and_files_end_with_an_end_of_text(tmp_path):
     a, b, out = tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "out.bin"
     a.write_text(TEXT, newline="", encoding="utf-8")
     b.write_text("second", encoding="utf-8")
-    facts = tokenize([a, b], out, 300)
+    facts = tokenize(CorpusOptions([a, b], out, 300))
     tokens = Tokens.open(out)
-    assert facts["tokens"] == len(tokens.ids) and tokens.vocab == facts["vocab"] <= 300
+    assert facts["tokens"] == len(tokens.ids)
+    assert tokens.vocab == facts["vocab"] <= 300
     coder = load(tokens.tokenizer)
     assert coder.decode(tokens.ids.tolist(), skip_special_tokens=False) == TEXT + END_OF_TEXT + "second" + END_OF_TEXT
 
@@ -25,8 +26,8 @@ def test_ids_decode_to_the_text_and_files_end_with_an_end_of_text(tmp_path):
 def test_a_tokenizer_made_before_gives_the_same_ids(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text(TEXT, newline="", encoding="utf-8")
-    tokenize([text], tmp_path / "one.bin", 300)
-    tokenize([text], tmp_path / "two.bin", 300, tmp_path / "one.bin.tokenizer.json")
+    tokenize(CorpusOptions([text], tmp_path / "one.bin", 300))
+    tokenize(CorpusOptions([text], tmp_path / "two.bin", tokenizer=tmp_path / "one.bin.tokenizer.json"))
     assert np.array_equal(Tokens.open(tmp_path / "one.bin").ids, Tokens.open(tmp_path / "two.bin").ids)
 
 
@@ -37,7 +38,7 @@ def test_bad_text_is_named_and_leaves_nothing(tmp_path):
     for paths, vocab, words in ((["latin"], 300, "UTF-8"), (["empty"], 300, "empty"), (["gone"], 300, "no such file"),
                                 (["good"], 20, "257")):
         with pytest.raises(UserError, match=words):
-            tokenize([tmp_path / p for p in paths], tmp_path / "out.bin", vocab)
+            tokenize(CorpusOptions([tmp_path / p for p in paths], tmp_path / "out.bin", vocab))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "good", "latin"]
 
 
@@ -46,5 +47,5 @@ def test_a_token_file_is_not_overwritten(tmp_path):
     text.write_text(TEXT, encoding="utf-8")
     out.write_text("precious")
     with pytest.raises(UserError, match="exists"):
-        tokenize([text], out, 300)
+        tokenize(CorpusOptions([text], out, 300))
     assert out.read_text() == "precious"

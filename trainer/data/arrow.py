@@ -2,39 +2,45 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from spillcliff.errors import UserError
-from spillcliff.files import read_json
+from spillcliff.files import Say, ignore, read_json
 from spillcliff.units import format_bytes
-from trainer.data.shards import MADE
+from trainer.data.paths import COPY_SUFFIX
 from trainer.data.tokens import Tokens, sidecar, write_sidecar
 
-NAMES = ("input_ids", "tokens", "ids", "token_ids")
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+ID_COLUMNS = ("input_ids", "tokens", "ids", "token_ids")
+"""Names of a column of ids, the first of which that fits is taken where there are several."""
 DTYPE = np.dtype("<u4")
-"""Of the copy: its widest id is known only when it has been read to the end."""
+"""Of the copy: its highest id is known only when it has been read to the end."""
 ROWS = 4096
 """Rows read together: 33 MB of int64 at 1,024 ids a row."""
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
-def converted(path: Path, kind: str, column: str | None, say) -> Tokens:
-    """The ids of a "parquet" or "arrow" file, row after row, from its flat copy, which is made if it is not there or the
-    file has changed since. UserError if pyarrow is missing, the file damaged, or no column holds ids."""
+def open_column(path: Path, kind: str, column: str | None, say: Say = ignore) -> Tokens:
+    """The ids of a "parquet" or "arrow" file, row after row, from its flat copy, which is made if there is none or the file
+    has changed since. `column` is the one to read; without it that of the usual names, or the only one of ids. UserError if
+    pyarrow is missing, the file damaged, no column holds ids, or the copy can't be written."""
     from filelock import FileLock
 
-    copy, lock = Path(str(path) + MADE), Path(str(path) + MADE + ".lock")
+    copy, lock = Path(f"{path}{COPY_SUFFIX}"), Path(f"{path}{COPY_SUFFIX}.lock")
     now = path.stat()
     source = {"name": path.name, "size": now.st_size, "mtime_ns": now.st_mtime_ns, "column": column}
-    if _is_of(copy, source):
-        return _opened(copy)
+    if _is_copy_of(source, copy):
+        return _open_copy(copy)
     try:
         with FileLock(lock):
-            if not _is_of(copy, source):
+            if not _is_copy_of(source, copy):
                 _write(path, copy, _read(path, kind, column), source, say)
     except OSError as e:
         raise UserError(f"can't write {copy}, the flat copy of {path.name}: {e.strerror or e}; make room, or move "
@@ -42,20 +48,20 @@ def converted(path: Path, kind: str, column: str | None, say) -> Tokens:
     finally:
         with contextlib.suppress(OSError):
             lock.unlink(missing_ok=True)
-    return _opened(copy)
+    return _open_copy(copy)
 
 
-def _is_of(copy: Path, source: dict) -> bool:
-    """Whether `copy` is there and of this very source; UserError if something else is there."""
+def _is_copy_of(source: dict, copy: Path) -> bool:
+    """Whether `copy` was made of the file as `source` describes it; UserError if something else has its name."""
     if not copy.exists() and not sidecar(copy).exists():
         return False
-    kept = read_json(sidecar(copy), "token sidecar").get("source") if sidecar(copy).is_file() else None
-    if not isinstance(kept, dict) or kept.get("name") != source["name"]:
+    made_of = read_json(sidecar(copy), "token sidecar").get("source") if sidecar(copy).is_file() else None
+    if not isinstance(made_of, dict) or made_of.get("name") != source["name"]:
         raise UserError(f"{copy} is where the ids of {source['name']} would go, and was not made from it; move it away")
-    return kept == source and copy.is_file()
+    return made_of == source and copy.is_file()
 
 
-def _write(path: Path, copy: Path, arrays: Iterator[np.ndarray], source: dict, say) -> None:
+def _write(path: Path, copy: Path, arrays: Iterator[np.ndarray], source: dict, say: Say) -> None:
     say(f"copying the ids of {path} ({format_bytes(path.stat().st_size)}) once to {copy}")
     temporary = Path(f"{copy}.tmp")
     highest = count = 0
@@ -76,12 +82,12 @@ def _write(path: Path, copy: Path, arrays: Iterator[np.ndarray], source: dict, s
             temporary.unlink(missing_ok=True)
 
 
-def _opened(copy: Path) -> Tokens:
-    tokens = Tokens.open(copy)
-    return replace(tokens, vocab=None)  # its vocabulary is only the highest id that it happens to have
+def _open_copy(copy: Path) -> Tokens:
+    return replace(Tokens.open(copy), vocab=None)  # the sidecar's is only the highest id that the file happens to have
 
 
 def _read(path: Path, kind: str, column: str | None) -> Iterator[np.ndarray]:
+    """The ids of the file, a batch of rows at a time; UserError where it is damaged."""
     try:
         import pyarrow as pa
     except ImportError:
@@ -89,8 +95,8 @@ def _read(path: Path, kind: str, column: str | None) -> Iterator[np.ndarray]:
     row = 0
     try:
         with contextlib.ExitStack() as stack:
-            schema, batches = _batches(path, kind, stack)
-            name = _column(path, schema, column)
+            schema, batches = _open_batches(path, kind, stack)
+            name = _choose_column(path, schema, column)
             for batch in batches(name):
                 ids = _flat(path, batch.column(batch.schema.get_field_index(name)), row)
                 row += batch.num_rows
@@ -101,8 +107,9 @@ def _read(path: Path, kind: str, column: str | None) -> Iterator[np.ndarray]:
                         f"make it again") from None
 
 
-def _batches(path: Path, kind: str, stack):
-    """The file's schema, and a function from a column's name to its record batches."""
+def _open_batches(path: Path, kind: str, stack: contextlib.ExitStack) -> tuple["pa.Schema", Callable[[str], Any]]:
+    """(the file's schema, a function from a column's name to an iterable of record batches that have it); the file is closed
+    with `stack`."""
     if kind == "parquet":
         import pyarrow.parquet as pq
 
@@ -122,44 +129,51 @@ def _batches(path: Path, kind: str, stack):
     return stream.schema, lambda name: stream
 
 
-def _column(path: Path, schema, asked: str | None) -> str:
-    import pyarrow as pa
-
-    def holds_ids(kind) -> bool:
-        if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-            kind = kind.value_type
-        return pa.types.is_integer(kind)
-
-    there = ", ".join(schema.names[:8])
-    fit = [name for name in schema.names if holds_ids(schema.field(name).type)]
+def _choose_column(path: Path, schema: "pa.Schema", asked: str | None) -> str:
+    """The name of the column that holds the ids; UserError if that can't be told, or `asked` holds none."""
+    names = ", ".join(schema.names[:8])
+    of_ids = [name for name in schema.names if _holds_ids(schema.field(name).type)]
     if asked is not None:
         if asked not in schema.names:
-            raise UserError(f"token file {path} has no column {asked!r}; it has {there}")
-        if asked not in fit:
+            raise UserError(f"token file {path} has no column {asked!r}; it has {names}")
+        if asked not in of_ids:
             raise UserError(f"token file {path}: column {asked!r} holds {schema.field(asked).type}; ids are whole numbers "
                             f"or lists of them")
         return asked
-    known = [name for name in NAMES if name in fit]
-    if not known and len(fit) != 1:
-        why = f"several columns of whole numbers ({', '.join(fit[:8])}); say which holds the ids with --column" if fit else (
-            f"no column of ids (it has {there}); text in it must be written as JSONL and go through `train tokenize`")
-        raise UserError(f"token file {path} has {why}")
-    return (known or fit)[0]
+    usual = [name for name in ID_COLUMNS if name in of_ids]
+    if usual or len(of_ids) == 1:
+        return (usual or of_ids)[0]
+    if of_ids:
+        raise UserError(f"token file {path} has several columns of whole numbers ({', '.join(of_ids[:8])}); say which holds "
+                        f"the ids with --column")
+    raise UserError(f"token file {path} has no column of ids (it has {names}); text in it must be written as JSONL and go "
+                    f"through `train tokenize`")
 
 
-def _flat(path: Path, column, row: int) -> np.ndarray:
-    """A batch's ids; UserError naming the rows where one is missing, negative or over 32 bits."""
+def _holds_ids(kind: "pa.DataType") -> bool:
+    import pyarrow as pa
+
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_integer(kind))
+
+
+def _flat(path: Path, column: Any, row: int) -> np.ndarray:
+    """The ids (count,) of a batch's column, an array of pyarrow's whose first row is the file's `row`; UserError naming the
+    rows where one is missing, negative or over 32 bits."""
     import pyarrow as pa
 
     if column.null_count:
-        bad = row + column.is_null().to_numpy(zero_copy_only=False).argmax()
-        raise UserError(f"token file {path}: row {bad} has no ids (null); leave such rows out")
+        null_row = row + int(column.is_null().to_numpy(zero_copy_only=False).argmax())
+        raise UserError(f"token file {path}: row {null_row} has no ids (null); leave such rows out")
     values = column if pa.types.is_integer(column.type) else column.flatten()
-    ids = None if values.null_count else values.to_numpy()
-    wrong = None if ids is None or not len(ids) else (ids >= 1 << 32) | (ids < 0)
-    if ids is None or (wrong is not None and wrong.any()):
-        at = int(values.is_null().to_numpy(zero_copy_only=False).argmax() if ids is None else wrong.argmax())
-        seen = "an id that is null" if ids is None else f"id {int(ids[at])}"
-        raise UserError(f"token file {path} has {seen} in rows {row} to {row + len(column) - 1}; ids are 0 or more: leave "
-                        f"out padding and masks")
-    return ids
+    if values.null_count:
+        problem = "an id that is null"
+    else:
+        ids: np.ndarray = values.to_numpy()
+        is_wrong = (ids >= 1 << 32) | (ids < 0)
+        if not is_wrong.any():
+            return ids
+        problem = f"id {int(ids[is_wrong.argmax()])}"
+    raise UserError(f"token file {path} has {problem} in rows {row} to {row + len(column) - 1}; ids are 0 or more: leave "
+                    f"out padding and masks")

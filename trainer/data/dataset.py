@@ -17,8 +17,8 @@ from trainer.ranks import World
 
 
 class Dataset(Protocol):
-    """Token ids as the step takes them: Tokens, or Pairs of prompts and answers. len() is the tokens that an epoch steps
-    over."""
+    """Token ids as the step takes them: Tokens, or Pairs of prompts and answers. len() is the number of tokens that an epoch
+    steps over."""
 
     @property
     def vocab(self) -> int | None: ...
@@ -41,15 +41,17 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def check(self, vocab: int, keep: bool = True) -> None:
-        """Looks at every id; UserError naming one that a model of `vocab` has no row for."""
+        """Checks every id; UserError naming the first that a model of `vocab` has no row for. `keep` lets it write down the
+        result beside the file."""
 
-    def checksum(self) -> int: ...
+    def checksum(self) -> int:
+        """CRC-32 of all ids."""
 
     def windows(self, length: int) -> int:
         """How many sequences of `length` there are; UserError if there is none."""
 
     def split(self, step: StepConfig) -> tuple[Self, Self]:
-        """(what to train on, what is held back to validate)."""
+        """(what to train on, what is held back to validate); UserError if there is too little for both."""
 
     def where(self, step: int, config: StepConfig) -> str:
         """Which sequences optimizer step `step` reads, for a person."""
@@ -58,7 +60,7 @@ class Dataset(Protocol):
         """The ids of optimizer step `step`, int32 (accum, batch, length + 1): a pure function of its arguments."""
 
     def fixed_batches(self, batch: int, length: int, most: int) -> list[np.ndarray]:
-        """Up to `most` batches (batch, length + 1), the same ones at every evaluation."""
+        """Up to `most` batches, int32 (batch, length + 1), the same ones at every evaluation."""
 
     def loss_weight(self, rows: object) -> int:
         """What the mean loss of some rows, (count, length + 1) of numpy or torch, weighs in the mean over all."""
@@ -67,8 +69,8 @@ class Dataset(Protocol):
 def open_data(plan: Plan, data: Sequence[Path], val: Sequence[Path] = (), keep: bool = True, dtype: str | None = None,
               column: str | None = None, say: Say = ignore) -> tuple[Dataset, Dataset]:
     """Training and validation data, every id checked against the plan's vocabulary. Without `val`, the last hundredth of the
-    data (at least one window, at most what an evaluation reads) is kept for it. UserError if they don't suit. `keep` is
-    Tokens.check's; `dtype`, `column` and `say` are open_tokens'."""
+    data (at least one window, at most what an evaluation reads) is held back for it. UserError if they don't suit the plan
+    or each other. `keep` is Dataset.check's; `dtype`, `column` and `say` are open_tokens'."""
     length = plan.step.length
     training = _open(data, plan.model.vocab, keep, dtype, column, say)
     if val:
@@ -87,10 +89,11 @@ def open_data(plan: Plan, data: Sequence[Path], val: Sequence[Path] = (), keep: 
 
 
 def _open(paths: Sequence[Path], vocab: int, keep: bool, dtype: str | None, column: str | None, say: Say) -> Dataset:
-    of_pairs = [path for path in paths if counts_of(path)]
-    if len(of_pairs) and len(paths) > 1:
-        raise UserError(f"file of pairs {of_pairs[0]} goes alone; `train tokenize --pairs` makes one of several JSONL files")
-    data: Dataset = Pairs.open(of_pairs[0]) if of_pairs else open_tokens(paths, vocab, dtype, column, say)
+    pairs_path = next((path for path in paths if counts_of(path)), None)
+    if pairs_path and len(paths) > 1:
+        raise UserError(f"file of pairs {pairs_path} must be the only file; `train tokenize --pairs` makes one of several "
+                        f"JSONL files")
+    data: Dataset = Pairs.open(pairs_path) if pairs_path else open_tokens(paths, vocab, dtype, column, say)
     data.check(vocab, keep)
     return data
 
@@ -103,11 +106,11 @@ def identity(data: Dataset) -> dict:
 
 
 def changes(before: dict | None, now: dict) -> str:
-    """What of the data is not as it was, in words; "" if nothing is."""
+    """In which data two objects of `identity` values by part ("training", "validation") differ, in words; "" if in none."""
     lines = []
-    for which, values in (before or {}).items():
-        differ = [f"{name} {value!r:.40} -> {now[which].get(name)}" for name, value in values.items()
-                  if now[which].get(name) != value]
+    for part, values in (before or {}).items():
+        differ = [f"{name} {value!r:.40} -> {now[part].get(name)}" for name, value in values.items()
+                  if now[part].get(name) != value]
         if differ:
-            lines.append(f"{which} {', '.join(differ)}")
+            lines.append(f"{part} {', '.join(differ)}")
     return "; ".join(lines)

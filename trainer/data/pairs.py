@@ -1,6 +1,6 @@
 """Files of prompts and answers: one contiguous tensor of rows, all of one length, as the step takes them.
 
-int32, rows x (length + 1). An id on which there is no loss (a prompt's, padding's) is held as ~id, so that the mask needs no
+int32, rows x (length + 1). An id on which there is no loss (a prompt's, padding's) is kept as ~id, so that the mask needs no
 file of its own and a batch is rows of the file, nothing else. Rows are padded at their end, where causal attention lets
 nothing see it. All have the plan's length: a shorter batch would be a step that nobody measured, and a graph has one shape.
 """
@@ -18,7 +18,8 @@ from spillcliff.errors import UserError
 from spillcliff.files import read_json
 from spillcliff.schema import Number
 from trainer.config import StepConfig
-from trainer.data.tokens import CHUNK_IDS, read_sidecar, sidecar
+from trainer.data.shards import CHUNK_IDS
+from trainer.data.tokens import read_sidecar, sidecar
 from trainer.plan import PairCounts, validation_tokens
 from trainer.ranks import ALONE, World
 
@@ -26,7 +27,8 @@ KIND = "pairs"
 
 
 def counts_of(path: Path | str) -> PairCounts | None:
-    """From a token file's sidecar; None if there is none, or it is of another kind of file. UserError if it is damaged."""
+    """What a file of pairs holds, by its sidecar; None for a file without one, or of another kind. UserError if the sidecar
+    is damaged."""
     if not sidecar(path).is_file() or (values := read_json(sidecar(path), "token sidecar")).get("kind") != KIND:
         return None
     return read_sidecar(PairCounts, path, values)
@@ -34,7 +36,7 @@ def counts_of(path: Path | str) -> PairCounts | None:
 
 @dataclass(frozen=True)
 class PairsSidecar:
-    """What a file of pairs was made with, beside its counts."""
+    """What else a file of pairs says of itself; its counts are PairCounts."""
 
     vocab: Annotated[int, Number(1)]
     tokenizer: str | None
@@ -52,16 +54,16 @@ class Pairs:
 
     @classmethod
     def open(cls, path: Path | str) -> "Pairs":
-        """Maps what counts_of finds to be a file of pairs; UserError if it and its sidecar don't agree."""
+        """Maps a file for which `counts_of` is not None; UserError if it and its sidecar don't agree."""
         path, values = Path(path), read_json(sidecar(path), "token sidecar")
-        counts, made_with = (read_sidecar(kind, path, values) for kind in (PairCounts, PairsSidecar))
-        shape, tokenizer = (counts.rows, counts.length + 1), made_with.tokenizer
+        counts, facts = read_sidecar(PairCounts, path, values), read_sidecar(PairsSidecar, path, values)
+        shape = (counts.rows, counts.length + 1)
         size = path.stat().st_size if path.is_file() else 0
         if size != 4 * shape[0] * shape[1]:
             raise UserError(f"file of pairs {path} has {size} bytes where {sidecar(path).name} says {shape[0]} rows of "
                             f"{shape[1]} ids of 4 bytes ({4 * shape[0] * shape[1]}); make it again")
         rows = np.memmap(path, np.dtype("<i4"), "r", shape=shape)
-        return cls(rows, made_with.vocab, str(path), tokenizer and str(path.parent / tokenizer))
+        return cls(rows, facts.vocab, str(path), facts.tokenizer and str(path.parent / facts.tokenizer))
 
     @property
     def paths(self) -> list[str]:
@@ -75,12 +77,12 @@ class Pairs:
         return len(self.rows) * self.length
 
     def _parts(self) -> Iterator[tuple[int, np.ndarray]]:
-        """(first row, rows) of pieces that are looked at together."""
+        """(first row, rows) of pieces that fit in memory."""
         each = max(1, CHUNK_IDS // self.rows.shape[1])
         return ((start, self.rows[start:start + each]) for start in range(0, len(self.rows), each))
 
     def check(self, vocab: int, keep: bool = True) -> None:
-        """Looks at every id; UserError naming the row of the first that a model of `vocab` has none for."""
+        """Checks every id; UserError naming the first row with one that a model of `vocab` can't take. Nothing is kept."""
         for start, part in self._parts():
             past = ((part ^ (part >> 31)) >= vocab).any(1)
             if past.any():
@@ -145,7 +147,7 @@ class Pairs:
         return out.reshape(config.accum, config.batch, -1)
 
     def fixed_batches(self, batch: int, length: int, most: int) -> list[np.ndarray]:
-        """Up to `most` batches (batch, length + 1) of rows spread evenly: the same ones at every evaluation."""
+        """Up to `most` batches, int32 (batch, length + 1), of rows spread evenly: the same ones at every evaluation."""
         wanted = min(self.windows(length), most * batch)
         if wanted >= batch:
             wanted -= wanted % batch
@@ -155,4 +157,5 @@ class Pairs:
 
 @functools.lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """The rows in the order in which an epoch deals them out."""
     return np.random.default_rng((seed, epoch)).permutation(count)

@@ -1,4 +1,4 @@
-"""What a reading of a whole token file told, kept beside it, so that the next start need not read all of it again."""
+"""What reading a whole token file gave, kept beside it, so that the next start need not read all of it again."""
 
 import os
 import zlib
@@ -23,45 +23,46 @@ def scan_file(path: Path | str) -> Path:
 
 @dataclass(frozen=True)
 class Scan:
-    """A file as it was when it was read, and what was in it: `max_id` the highest id (None if not all were looked at),
-    `crc32` checksums of runs of ids by `run_key`."""
+    """A file as it was when it was read as ids of `dtype`, and what was in it: `max_id` the highest id (None if not all were
+    checked), `crc32` checksums of runs of ids by `run_key`."""
 
     size: Annotated[int, Number()]
     mtime_ns: Annotated[int, Number(-2**63, 2**63)]
     sample_crc32: Annotated[int, Number()]
+    dtype: str
     max_id: Annotated[int | None, Number()] = None
     crc32: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, path: Path | str) -> "Scan | None":
-        """What is known of the file as it is now, from an earlier scan if that was of this very file; None if there is no
-        such file."""
+    def of(cls, path: Path | str, dtype: str) -> "Scan | None":
+        """The scan that is kept of the file, if that was of this very file and type; an empty one if not; None if the file
+        can't be read."""
         try:
-            now = _stamp(path)
+            now = _empty_scan(path, dtype)
         except OSError:
             return None
         try:
-            before = schema.read(cls, read_json(scan_file(path), "scan"))
+            kept = schema.read(cls, read_json(scan_file(path), "scan"))
         except UserError:
             return now
-        return before if replace(before, max_id=None, crc32={}) == now else now
+        return kept if replace(kept, max_id=None, crc32={}) == now else now
 
-    def keep(self, path: Path | str, **more: Any) -> None:
-        """Writes the scan with `more` of its fields, unless the file has changed meanwhile or its folder can't be written
-        to, which costs another scan, no more."""
+    def keep(self, path: Path | str, **changes: Any) -> None:
+        """Writes the scan with these fields changed. Nothing is written if the file has changed meanwhile, or if its folder
+        can't be written to, which costs another reading, no more."""
         try:
-            if replace(self, max_id=None, crc32={}) == _stamp(path):
-                write_json(scan_file(path), vars(replace(self, **more)))
+            if replace(self, max_id=None, crc32={}) == _empty_scan(path, self.dtype):
+                write_json(scan_file(path), vars(replace(self, **changes)))
         except (OSError, UserError):
             pass
 
 
 def run_key(before_crc32: int, first: int, stop: int) -> str:
-    """The name of the checksum that ids `first` to `stop` of a file give, going on from `before_crc32`."""
+    """The name of the checksum that ids `first` to `stop` of a file give, continued from `before_crc32`."""
     return f"{before_crc32:08x}:{first}:{stop}"
 
 
-def _stamp(path: Path | str) -> Scan:
+def _empty_scan(path: Path | str, dtype: str) -> Scan:
     """What tells whether a file is still the same. OSError if it can't be read."""
     now = os.stat(path)
     crc = 0
@@ -70,4 +71,4 @@ def _stamp(path: Path | str) -> Scan:
         for i in range(SAMPLE_BLOCKS):
             f.seek(last * i // (SAMPLE_BLOCKS - 1))
             crc = zlib.crc32(f.read(SAMPLE_BYTES), crc)
-    return Scan(now.st_size, now.st_mtime_ns, crc)
+    return Scan(now.st_size, now.st_mtime_ns, crc, dtype)

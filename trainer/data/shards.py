@@ -1,63 +1,92 @@
-"""The files that --data stands for: names, folders and patterns to a list in natural order."""
+"""The ids of one file, checked and summed up, and several files' ids read as one array."""
 
-import glob
-import re
-from collections.abc import Sequence
-from pathlib import Path
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
 
 from spillcliff.errors import UserError
+from trainer.data.scan import Scan, run_key
 
-HELD = re.compile(r"(?<![a-z])(val|valid|validation|test|dev|eval)(?![a-z])", re.I)
-"""In the names of files to validate on."""
-MADE = ".tokens.bin"
-"""What is added to the name of a Parquet or Arrow file for its flat copy."""
-
-
-def natural(path: Path) -> list:
-    """A sort key by which shard 2 comes before shard 10."""
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part.lower()) for part in re.split(r"([0-9]+)", str(path))]
+CHUNK_IDS = 1 << 24
+"""Ids checked together: 64 MB as uint32."""
 
 
-def expand(named: Sequence[Path | str], holds_ids) -> list[Path]:
-    """The files that `named` stands for: a file, a folder's files of which `holds_ids(path)`, or a pattern's. UserError for
-    one that is not there, one that is named twice, and a folder or pattern that mixes training and validation."""
-    found: list[Path] = []
-    for name in map(Path, named):
-        if name.is_file():
-            found.append(name)
-            continue
-        matches = [Path(p) for p in glob.glob(str(name), recursive=True)]
-        inside = _folder(name, holds_ids) if name.is_dir() else _ours_left_out(matches)
-        if not inside:
-            raise UserError(f"token file {name}: no such file; `train tokenize TEXT --out {name}` makes one")
-        held = [p for p in inside if HELD.search(p.name)]
-        if 0 < len(held) < len(inside):
-            other = next(p for p in inside if p not in held)
-            raise UserError(f"{name} stands for files to train on and to validate on ({other.name}, {held[0].name}); "
-                            f"name them apart, by --data and --val")
-        found += inside
-    twice = next((p for i, p in enumerate(found) if p.resolve() in {q.resolve() for q in found[:i]}), None)
-    if twice:
-        raise UserError(f"token file {twice} is named twice by --data; its tokens would be counted twice")
-    return found
+class Joined:
+    """Arrays of ids that are read as one. A slice within one of them is an array without a copy; one that spans several is
+    another Joined, which numpy copies into one where an array is needed."""
+
+    def __init__(self, parts: Sequence[np.ndarray]) -> None:
+        self.parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, which: slice) -> "np.ndarray | Joined":
+        start, stop, _ = which.indices(len(self))
+        i = int(np.searchsorted(self._ends, start, side="right"))
+        slices = []
+        while start < stop:
+            part, begin = self.parts[i], int(self._ends[i]) - len(self.parts[i])
+            slices.append(part[start - begin:stop - begin])
+            start, i = int(self._ends[i]), i + 1
+        return Joined(slices) if len(slices) > 1 else slices[0] if slices else self.parts[0][:0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(np.concatenate(self.parts), dtype)
 
 
-def _ours_left_out(paths) -> list[Path]:
-    """Files among `paths` without what was written beside others of them."""
-    paths = {p for p in paths if p.is_file()}
-    names = {str(p) for p in paths}
-    return sorted((p for p in paths if not p.name.endswith((".json", ".tmp", ".part", ".lock"))
-                   and not p.name.startswith(".") and str(p).removesuffix(MADE) not in names - {str(p)}), key=natural)
+@dataclass(frozen=True)
+class Shard:
+    """Ids of one file, from its id `first` on; `is_whole` says that they are all of it."""
 
+    ids: np.ndarray
+    path: str
+    first: int = 0
+    is_whole: bool = True
 
-def _folder(folder: Path, holds_ids) -> list[Path]:
-    try:
-        there = list(folder.iterdir())
-    except OSError as e:
-        raise UserError(f"folder {folder}: {e.strerror or e}") from None
-    found = [p for p in _ours_left_out(there) if holds_ids(p)]
-    if not found:
-        inside = sorted(p.name for p in there if p.is_dir())
-        more = f"; it has the folders {', '.join(inside[:4])}: name one of them" if inside else ""
-        raise UserError(f"folder {folder} holds no token file{more or '; `train tokenize` makes one from texts'}")
-    return found
+    def slice(self, start: int, stop: int) -> "Shard":
+        """Those from `start` to `stop`, as Python counts."""
+        is_all = (start, stop) == (0, len(self.ids))
+        return self if is_all else replace(self, ids=self.ids[start:stop], first=self.first + start, is_whole=False)
+
+    def _chunks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """(position of the first, ids) of pieces that fit in memory."""
+        return ((start, self.ids[start:start + CHUNK_IDS]) for start in range(0, len(self.ids), CHUNK_IDS))
+
+    def check(self, model_vocab: int, file_vocab: int | None, keep: bool) -> None:
+        """Checks that every id is at least 0 and below `model_vocab`; UserError naming the first that is not, and where it
+        is. `file_vocab`, the file's own if known, is for the advice. `keep` keeps a whole file's highest id beside it."""
+        scan = Scan.of(self.path, self.ids.dtype.str)
+        if scan and scan.max_id is not None and scan.max_id < model_vocab:
+            return
+        highest = 0
+        for start, chunk in self._chunks():
+            highest = max(highest, int(chunk.max()))
+            if chunk.dtype.kind == "i" and chunk.min() < 0:
+                at = int(np.argmax(chunk < 0))
+                raise UserError(f"token file {self.path}: id {int(chunk[at])} at position {start + at} is negative, which "
+                                f"no token is; make the file again without padding or masks")
+            if highest >= model_vocab:
+                at = int(np.argmax(chunk >= model_vocab))
+                raise UserError(f"token file {self.path}: id {int(chunk[at])} at position {start + at} is past the model's "
+                                f"vocabulary of {model_vocab}; plan with --vocab {file_vocab or int(chunk[at]) + 1} or "
+                                f"more, or tokenize again")
+        if keep and scan and self.is_whole and len(self.ids):
+            scan.keep(self.path, max_id=highest)
+
+    def checksum(self, before: int = 0) -> int:
+        """CRC-32 of the ids as they lie in the file, continued from `before`, the shard's before; kept beside the file."""
+        scan = Scan.of(self.path, self.ids.dtype.str)
+        key = run_key(before, self.first, self.first + len(self.ids))
+        if scan and key in scan.crc32:
+            return scan.crc32[key]
+        crc = before
+        for _, chunk in self._chunks():
+            crc = zlib.crc32(chunk.tobytes(), crc)
+        if scan:
+            scan.keep(self.path, crc32=scan.crc32 | {key: crc})
+        return crc

@@ -1,9 +1,8 @@
-"""Runs of token ids, memory-mapped from one file or several, and batches that are contiguous slices of them.
-formats.py says which files hold ids and how."""
+"""A run of token ids, memory-mapped from one file or several, batches that are contiguous slices of it, and the sidecar that
+says what is in a file of ours. formats.py opens the files of others too."""
 
 import functools
 import os
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from spillcliff.errors import UserError
 from spillcliff.files import read_json, write_json
 from spillcliff.schema import Number
 from trainer.config import StepConfig
-from trainer.data.scan import Scan, run_key
+from trainer.data.shards import Joined, Shard
 from trainer.plan import validation_tokens
 from trainer.ranks import ALONE, World
 
@@ -25,8 +24,6 @@ T = TypeVar("T")
 SCHEMA = 1
 LONGEST_NAME = 255
 """Bytes of a file's name that file systems take."""
-CHUNK_IDS = 1 << 24
-"""Ids looked at together when a file is checked: 64 MB as uint32."""
 
 
 def dtype_for(vocab: int) -> np.dtype:
@@ -35,19 +32,21 @@ def dtype_for(vocab: int) -> np.dtype:
 
 
 def sidecar(path: Path | str) -> Path:
-    """Where it is said what the ids in a token file are."""
+    """Where a token file's type, count, vocabulary and tokenizer are kept."""
     return Path(f"{path}.json")
 
 
 def write_sidecar(path: Path, count: int, vocab: int, tokenizer: str | None, dtype: np.dtype | None = None,
                   **more: Any) -> None:
-    """Says what the ids in `path` are; `dtype` is dtype_for(vocab) unless told otherwise, `more` is kept for its writer."""
+    """Writes what the ids in `path` are; `dtype` is dtype_for(vocab) by default, `more` is kept for its writer. UserError if
+    it can't be written."""
     write_json(sidecar(path), {"schema": SCHEMA, "dtype": (dtype or dtype_for(vocab)).name, "count": count, "vocab": vocab,
                                "tokenizer": tokenizer, **more})
 
 
 def read_sidecar(kind: type[T], path: Path | str, values: dict | None = None) -> T:
-    """The fields of `kind` in a token file's sidecar; UserError naming it and what is wrong."""
+    """The fields of the dataclass `kind` in a token file's sidecar, which holds `values` if it was read already; UserError
+    naming it and what is wrong."""
     values = read_json(sidecar(path), "token sidecar") if values is None else values
     try:
         schema.check_version(values, SCHEMA)
@@ -72,83 +71,10 @@ class TokensSidecar:
             raise UserError(f"tokenizer is {name!r:.40}; it must be a file's name or null")
 
 
-class Joined:
-    """Arrays of ids that are read as one. A slice within one of them is an array without a copy; one that spans several is
-    another Joined, which numpy copies together where an array is needed."""
-
-    def __init__(self, parts: Sequence[np.ndarray]) -> None:
-        self.parts = parts
-        self._ends = np.cumsum([len(part) for part in parts])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, which: slice) -> "np.ndarray | Joined":
-        start, stop, _ = which.indices(len(self))
-        i = int(np.searchsorted(self._ends, start, side="right"))
-        slices = []
-        while start < stop:
-            part, begin = self.parts[i], int(self._ends[i]) - len(self.parts[i])
-            slices.append(part[start - begin:stop - begin])
-            start, i = int(self._ends[i]), i + 1
-        return Joined(slices) if len(slices) > 1 else slices[0] if slices else self.parts[0][:0]
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(np.concatenate(self.parts), dtype)
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Ids of one file, from its id `first` on; `is_whole` says that they are all of it."""
-
-    ids: np.ndarray
-    path: str
-    first: int = 0
-    is_whole: bool = True
-
-    def slice(self, start: int, stop: int) -> "Shard":
-        """Those from `start` to `stop`, as Python counts."""
-        is_all = (start, stop) == (0, len(self.ids))
-        return self if is_all else replace(self, ids=self.ids[start:stop], first=self.first + start, is_whole=False)
-
-    def check(self, vocab: int | None, model_vocab: int, keep: bool) -> None:
-        """As Tokens.check; the file's own `vocab` is for the advice."""
-        scan = Scan.of(self.path)
-        if scan and scan.max_id is not None and scan.max_id < model_vocab:
-            return
-        highest = 0
-        for start in range(0, len(self.ids), CHUNK_IDS):
-            chunk = self.ids[start:start + CHUNK_IDS]
-            highest = max(highest, int(chunk.max()))
-            if chunk.dtype.kind == "i" and chunk.min() < 0:
-                at = int(np.argmax(chunk < 0))
-                raise UserError(f"token file {self.path}: id {int(chunk[at])} at position {start + at} is negative, which "
-                                f"no token is; make the file again without padding or masks")
-            if highest >= model_vocab:
-                at = int(np.argmax(chunk >= model_vocab))
-                raise UserError(f"token file {self.path}: id {int(chunk[at])} at position {start + at} is past the model's "
-                                f"vocabulary of {model_vocab}; plan with --vocab {vocab or int(chunk[at]) + 1} or more, or "
-                                f"tokenize again")
-        if keep and scan and self.is_whole and len(self.ids):
-            scan.keep(self.path, max_id=highest)
-
-    def checksum(self, before: int) -> int:
-        """CRC-32 of the ids, going on from `before`; kept beside the file."""
-        scan, key = Scan.of(self.path), run_key(before, self.first, self.first + len(self.ids))
-        if scan and key in scan.crc32:
-            return scan.crc32[key]
-        crc = before
-        for start in range(0, len(self.ids), CHUNK_IDS):
-            crc = zlib.crc32(self.ids[start:start + CHUNK_IDS].tobytes(), crc)
-        if scan:
-            scan.keep(self.path, crc32=scan.crc32 | {key: crc})
-        return crc
-
-
 @dataclass(frozen=True)
 class Tokens:
-    """A run of token ids from one file or several, all below `vocab` if it is known; `tokenizer` is the path of the
-    tokenizer.json that made them, if known."""
+    """A run of token ids from one file or several, all below `vocab` if that is known; `tokenizer` is the path of the
+    tokenizer.json that made them, if known. len() is their number."""
 
     shards: tuple[Shard, ...]
     vocab: int | None
@@ -156,7 +82,7 @@ class Tokens:
 
     @classmethod
     def of_ids(cls, ids: np.ndarray, vocab: int | None, path: str, tokenizer: str | None = None) -> "Tokens":
-        """All ids of the file `path`."""
+        """Ids (count,) that are all of the file `path`."""
         return cls((Shard(ids, path),), vocab, tokenizer)
 
     @classmethod
@@ -165,39 +91,38 @@ class Tokens:
         path = Path(path)
         if not path.is_file():
             raise UserError(f"token file {path}: no such file; `train tokenize TEXT --out {path}` makes one")
-        beside = sidecar(path)
-        if not beside.is_file():
-            raise UserError(f"token file {path} has no {beside.name} beside it, which says dtype, count and vocabulary; "
-                            f"`train tokenize` writes both")
+        if not sidecar(path).is_file():
+            raise UserError(f"token file {path} has no {sidecar(path).name} beside it, which says its dtype, count and "
+                            f"vocabulary; `train tokenize` writes both")
         facts = read_sidecar(TokensSidecar, path)
         dtype = np.dtype(facts.dtype).newbyteorder("<")
         size = path.stat().st_size
         if size != facts.count * dtype.itemsize:
-            raise UserError(f"token file {path} has {size} bytes where {beside.name} says {facts.count} tokens of "
+            raise UserError(f"token file {path} has {size} bytes where {sidecar(path).name} says {facts.count} tokens of "
                             f"{dtype.itemsize} bytes ({facts.count * dtype.itemsize}); make it again")
         ids = np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
         return cls.of_ids(ids, facts.vocab, str(path), facts.tokenizer and str(path.parent / facts.tokenizer))
 
     @classmethod
     def join(cls, several: Sequence["Tokens"]) -> "Tokens":
-        """One run of tokens after another, as one."""
+        """Several runs of one tokenizer, one after another, as one."""
         return cls(tuple(shard for tokens in several for shard in tokens.shards), several[0].vocab, several[0].tokenizer)
 
     @functools.cached_property
     def ids(self) -> np.ndarray | Joined:
-        """All of them."""
+        """All ids, (count,)."""
         parts = [shard.ids for shard in self.shards]
         return parts[0] if len(parts) == 1 else Joined(parts)
 
     @property
     def path(self) -> str:
-        """What is read, for a person."""
+        """The files that are read, for a person."""
         first = self.shards[0].path
         return first if len(self.shards) == 1 else f"{first} and {len(self.shards) - 1} more"
 
     @property
     def paths(self) -> list[str]:
-        """Of the files that are read."""
+        """The files that are read."""
         return [shard.path for shard in self.shards]
 
     @property
@@ -209,17 +134,17 @@ class Tokens:
         return len(self.ids)
 
     def check(self, vocab: int, keep: bool = True) -> None:
-        """Looks at every id; UserError naming the first that a model of `vocab` has no row for, and where it is.
+        """Checks every id; UserError naming the first that a model of `vocab` has no row for, and where it is.
 
         On a card such an id would be a device-side assert, which poisons the context. The highest id of a whole file is
         kept beside it if `keep`, and believed as long as the file is the same; it bounds the ids of a piece of the file
         too, but a piece's own is not the file's and is not kept.
         """
         for shard in self.shards:
-            shard.check(self.vocab, vocab, keep)
+            shard.check(vocab, self.vocab, keep)
 
     def checksum(self) -> int:
-        """CRC-32 of all ids."""
+        """CRC-32 of all ids as they lie in their files."""
         crc = 0
         for shard in self.shards:
             crc = shard.checksum(crc)
@@ -276,7 +201,8 @@ class Tokens:
         return out.reshape(config.accum, config.batch, length + 1)
 
     def fixed_batches(self, batch: int, length: int, most: int) -> list[np.ndarray]:
-        """Up to `most` batches (batch, length + 1) of windows spread evenly: the same ones at every evaluation."""
+        """Up to `most` batches, int32 (batch, length + 1), of windows spread evenly: the same ones at every evaluation.
+        Fewer windows than one batch are one smaller batch. UserError if there is no window."""
         count = self.windows(length)
         wanted = min(count, most * batch)
         if wanted >= batch:
@@ -287,11 +213,12 @@ class Tokens:
 
     @staticmethod
     def loss_weight(rows: Any) -> int:
-        """Rows weigh alike: each has as many targets."""
+        """The number of rows: all have equally many targets."""
         return len(rows)
 
 
 @functools.lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, count: int, slack: int) -> tuple[int, np.ndarray]:
+    """(offset of the first window, up to `slack`; windows in the order in which they are dealt out) in an epoch."""
     random = np.random.default_rng((seed, epoch))
     return int(random.integers(slack + 1)), random.permutation(count)

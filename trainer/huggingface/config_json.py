@@ -1,4 +1,4 @@
-"""Model shapes from elsewhere: the config.json of a Llama-like Hugging Face model to ours and back. Imports no torch."""
+"""The config.json of a Llama-like Hugging Face model to a model's shape and back. Imports no torch."""
 
 import dataclasses
 import json
@@ -18,14 +18,16 @@ CONFIG = "config.json"
 KV_HEADS = {"llama": None, "mistral": 8}
 """The model types that are read, and the kv heads of one that names none (None: as many as heads): transformers' own
 defaults, as those of `_FIELDS`."""
-_FIELDS = {"layers": ("num_hidden_layers", None), "d_model": ("hidden_size", None), "heads": ("num_attention_heads", None),
-           "d_ff": ("intermediate_size", None), "vocab": ("vocab_size", VOCAB), "norm_eps": ("rms_norm_eps", 1e-6)}
+_FIELDS: dict[str, tuple[str, Any]] = {
+    "layers": ("num_hidden_layers", None), "d_model": ("hidden_size", None), "heads": ("num_attention_heads", None),
+    "d_ff": ("intermediate_size", None), "vocab": ("vocab_size", VOCAB), "norm_eps": ("rms_norm_eps", 1e-6)}
+"""ModelConfig's fields: Llama's name for each, and what it is where a config leaves it out (None: it must not)."""
 _MUST_BE = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_qk_norm": False, "qk_norm": False,
             "partial_rotary_factor": 1, "quantization_config": None, "sliding_window": None, "num_local_experts": None,
             "num_experts": None, "n_routed_experts": None}
-"""What a decoder like ours has of each feature that a config may name; null and leaving it out are as good, but for
-Mistral's window."""
-_OTHERS = {"qwen2": "its q, k and v have biases", "qwen3": "it norms q and k", "gemma": "its norms add one to their gains",
+"""The only value of each field that a decoder like ours has; null or no field at all is as good, but for Mistral's
+sliding window."""
+_WHY_NOT = {"qwen2": "its q, k and v have biases", "qwen3": "it norms q and k", "gemma": "its norms add one to their gains",
            "mixtral": "it is a mixture of experts", "phi3": "its weights are packed and its RoPE scaled",
            "gpt2": "it has no RoPE", "gpt_neox": "it turns only a part of each head",
            "smollm3": "some of its layers have no RoPE"}
@@ -67,20 +69,19 @@ def is_size(name: str) -> bool:
 
 
 def read(path: Path, is_tied: bool | None = None) -> ModelConfig:
-    """The shape in a config.json, or in that of a folder; UserError naming each thing that ours can't do. `is_tied` says
-    that the weights are known, and whether the head's are the embedding's, whatever the config says."""
+    """The shape in a config.json, or in that of a folder; UserError naming each thing that ours can't do. `is_tied`, if the
+    weights are known, says whether the head's are the embedding's, whatever the config says."""
     if path.is_dir():
         path = path / CONFIG
     values = read_json(path, "model config")
     thing, kind = f"model config {path}", values.get("model_type")
     if not isinstance(kind, str) or kind not in KV_HEADS:
-        why = f" ({_OTHERS[kind]})" if isinstance(kind, str) and kind in _OTHERS else ""
+        why = f" ({_WHY_NOT[kind]})" if isinstance(kind, str) and kind in _WHY_NOT else ""
         raise UserError(f"{thing}: model_type is {kind!r:.40}{why}; {' and '.join(KV_HEADS)} can be trained here")
     if problems := _problems(values, kind, values.get("tie_word_embeddings") if is_tied is None else is_tied):
         raise UserError(f"{thing}: {'; '.join(problems)}")
-    fields: dict[str, Any] = {ours: values.get(theirs, usual) for ours, (theirs, usual) in _FIELDS.items()}
-    missing = [_FIELDS[ours][0] for ours, value in fields.items() if value is None]
-    if missing:
+    fields: dict[str, Any] = {name: values.get(llama_name, default) for name, (llama_name, default) in _FIELDS.items()}
+    if missing := [_FIELDS[name][0] for name, value in fields.items() if value is None]:
         raise UserError(f"{thing} lacks {', '.join(missing)}")
     fields["kv_heads"] = values.get("num_key_value_heads", KV_HEADS[kind])
     if fields["kv_heads"] is None:
@@ -100,12 +101,12 @@ def read(path: Path, is_tied: bool | None = None) -> ModelConfig:
 def _problems(values: dict, kind: str, is_tied: object) -> list[str]:
     """What this config asks for that ours can't do, each by its name."""
     problems = []
-    for name, ours in _MUST_BE.items():
+    for name, required in _MUST_BE.items():
         value = values.get(name, 4096 if (kind, name) == ("mistral", "sliding_window") else None)
-        if value not in (None, ours) and not (name == "sliding_window" and values.get("use_sliding_window") is False):
-            problems.append(f"{name} is {json.dumps(value):.60}; it must be {json.dumps(ours)}")
+        if value not in (None, required) and not (name == "sliding_window" and values.get("use_sliding_window") is False):
+            problems.append(f"{name} is {json.dumps(value):.60}; it must be {json.dumps(required)}")
     if is_tied is not True:
-        value = "not there, which means false" if is_tied is None else json.dumps(is_tied)
+        value = "missing, which means false" if is_tied is None else json.dumps(is_tied)
         problems.append(f"tie_word_embeddings is {value}; it must be true: the head's weights are the embedding's here")
     rope = [r for r in (values.get("rope_scaling"), values.get("rope_parameters")) if r is not None]
     for parameters in rope:

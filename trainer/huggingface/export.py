@@ -13,7 +13,7 @@ from spillcliff.errors import UserError
 from spillcliff.files import Say, ignore, write_json
 from spillcliff.units import format_bytes
 from trainer.huggingface.config_json import CONFIG, config_json
-from trainer.huggingface.llama_names import to_theirs
+from trainer.huggingface.llama_names import to_llama
 from trainer.huggingface.weights import WHOLE, RunWeights
 from trainer.run_folder import RunFolder
 from trainer.tokenize import tokenizer
@@ -22,17 +22,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def export(run: RunFolder, out: Path, which: str, dtype: str, say: Say = ignore) -> dict:
-    """Writes `out`: config.json, model.safetensors, and the tokenizer's files if the run has one. Returns {out, step,
-    parameters, bytes, tokenizer}. The folder is there whole or not at all; UserError if it is there already, or can't be
-    written."""
+    """Writes the folder `out`: config.json, model.safetensors, and the tokenizer's files if the run has one. `which` names
+    the checkpoint, "best", "newest" or "step-N"; `dtype` is one of DTYPES. Returns {out, step, parameters, bytes,
+    tokenizer}. The folder is written whole or not at all; UserError if it exists already, or can't be written."""
     length = run.load_plan().step.length
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already; name another --out, or remove it first")
     source = RunWeights(run, which, say)
     coder = tokenizer.load(run.tokenizer) if run.tokenizer.is_file() else None
-    ends = tokenizer.end_of_text(coder) if coder else None
-    end = coder.token_to_id(ends) if coder and ends else None
-    tensors = {name: rows.to(DTYPES[dtype]).contiguous() for name, rows in to_theirs(source.__getitem__, source.model)}
+    end = tokenizer.end_of_text(coder) if coder else None
+    end_id = coder.token_to_id(end) if coder and end else None
+    tensors = {name: rows.to(DTYPES[dtype]).contiguous() for name, rows in to_llama(source.__getitem__, source.model)}
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise UserError(f"{source.what}: {name} has values that are not finite numbers in {dtype}")
@@ -46,12 +46,12 @@ def export(run: RunFolder, out: Path, which: str, dtype: str, say: Say = ignore)
         save_file(tensors, temporary / WHOLE, {"format": "pt", "step": str(source.step)})
         with open(temporary / WHOLE, "rb+") as f:
             os.fsync(f.fileno())
-        write_json(temporary / CONFIG, config_json(source.model, length, end, dtype))
+        write_json(temporary / CONFIG, config_json(source.model, length, end_id, dtype))
         write_json(temporary / "generation_config.json",
-                   {"bos_token_id": None, "eos_token_id": end, "pad_token_id": end, "do_sample": True, "temperature": 0.8,
-                    "top_k": 50})
+                   {"bos_token_id": None, "eos_token_id": end_id, "pad_token_id": end_id, "do_sample": True,
+                    "temperature": 0.8, "top_k": 50})
         if coder:
-            _write_tokenizer(coder, run.tokenizer, temporary, length, ends)
+            _write_tokenizer(coder, run.tokenizer, temporary, length, end)
         if out.is_dir():
             out.rmdir()
         os.replace(temporary, out)
@@ -67,13 +67,13 @@ def export(run: RunFolder, out: Path, which: str, dtype: str, say: Say = ignore)
             "tokenizer": coder is not None}
 
 
-def _write_tokenizer(coder: Tokenizer, path: Path, folder: Path, length: int, ends: str | None) -> None:
-    """The tokenizer as it made the training data, which was without the tokens that a post-processor would add."""
+def _write_tokenizer(coder: Tokenizer, path: Path, folder: Path, length: int, end: str | None) -> None:
+    """Writes the tokenizer as it made the training data: without the tokens that a post-processor would add."""
     values = json.loads(path.read_text(encoding="utf-8"))
     if coder.encode("a").ids != coder.encode("a", add_special_tokens=False).ids:
         values["post_processor"] = None
     write_json(folder / "tokenizer.json", values)
-    special = {"eos_token": ends, "pad_token": ends} if ends else {}
+    special = {"eos_token": end, "pad_token": end} if end else {}
     write_json(folder / "special_tokens_map.json", special)
     write_json(folder / "tokenizer_config.json", special | {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "clean_up_tokenization_spaces": False,

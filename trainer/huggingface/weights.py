@@ -12,7 +12,7 @@ from spillcliff.files import Say, ignore, read_json
 from trainer import checkpoint
 from trainer.config import ModelConfig
 from trainer.huggingface import config_json
-from trainer.huggingface.llama_names import parts, to_ours
+from trainer.huggingface.llama_names import from_llama, llama_tensors
 from trainer.model.decoder import Decoder
 from trainer.run_folder import RunFolder
 
@@ -23,7 +23,7 @@ DTYPES = ("F32", "BF16", "F16")
 
 
 class Source(Protocol):
-    """Weights to start from."""
+    """Weights to start from: where they lie, what that is in words, and the model's shape."""
 
     path: Path
     what: str
@@ -34,7 +34,7 @@ class Source(Protocol):
 
 
 class RunWeights:
-    """A run's best checkpoint, or another one; UserError if there is none that is whole."""
+    """A run's checkpoint, `which` being "best", "newest" or "step-N"; UserError if there is none that is whole."""
 
     def __init__(self, run: RunFolder, which: str, say: Say) -> None:
         self.model = run.load_plan().model
@@ -44,6 +44,7 @@ class RunWeights:
         self._tensors = checkpoint.Tensors(folder)
 
     def __getitem__(self, name: str) -> Tensor:
+        """The tensor by our name; UserError if there is none."""
         try:
             return self._tensors[f"model.{name}"]
         except KeyError:
@@ -51,22 +52,22 @@ class RunWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """(our name, tensor), in the decoder's order, one at a time."""
-        for name in parts(self.model):
+        for name in llama_tensors(self.model):
             yield name, self[name]
 
 
 class HubWeights:
-    """The weights in a folder that holds a config.json, in one safetensors file or several; UserError for what isn't there,
-    is damaged, or isn't a decoder like ours. Every name, shape and type is checked before a tensor is read."""
+    """The weights in a folder that holds a config.json, in one safetensors file or several; UserError for what is missing,
+    damaged, or not of a decoder like ours. Every name, shape and type is checked before a tensor is read."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.what = folder, f"folder {folder}"
         self._files: dict[str, Any] = {}
-        self._where = self._open()
+        self._file_of = self._open()
         is_tied = None
-        if HEAD in self._where:
-            is_tied = EMBEDDING in self._where and self._slice(HEAD).get_shape() == self._slice(EMBEDDING).get_shape() \
-                and self._where[HEAD].get_tensor(HEAD).equal(self._where[EMBEDDING].get_tensor(EMBEDDING))
+        if HEAD in self._file_of:
+            is_tied = EMBEDDING in self._file_of and self._slice(HEAD).get_shape() == self._slice(EMBEDDING).get_shape() \
+                and self._file_of[HEAD].get_tensor(HEAD).equal(self._file_of[EMBEDDING].get_tensor(EMBEDDING))
             if not is_tied:
                 raise UserError(f"{self.what}: {HEAD} is not {EMBEDDING}; here the head's weights are the embedding's, so "
                                 f"untied ones can't be trained")
@@ -74,7 +75,7 @@ class HubWeights:
         self._check()
 
     def _open(self) -> dict[str, Any]:
-        """Each tensor's file."""
+        """The opened file of each tensor."""
         index = self.path / INDEX
         if (self.path / WHOLE).is_file():
             file = self._file(WHOLE)
@@ -85,12 +86,12 @@ class HubWeights:
                                 f"isn't opened; if you trust it, transformers writes it anew as safetensors: "
                                 f"AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other)")
             raise UserError(f"{self.what} has no {WHOLE} and no {INDEX}")
-        where = read_json(index, "index of weights").get("weight_map")
-        if not isinstance(where, dict) or not all(isinstance(f, str) and f == Path(f).name for f in where.values()):
+        names = read_json(index, "index of weights").get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(f, str) and f == Path(f).name for f in names.values()):
             raise UserError(f"index of weights {index}: weight_map must be an object of files in this folder")
-        files = {name: self._file(file) for name, file in where.items()}
+        files = {name: self._file(file) for name, file in names.items()}
         if absent := [name for name, file in files.items() if name not in file.keys()]:  # noqa: SIM118
-            raise UserError(f"{self.what}: {where[absent[0]]} has no tensor {absent[0]}, which {INDEX} says it has")
+            raise UserError(f"{self.what}: {names[absent[0]]} has no tensor {absent[0]}, which {INDEX} says it has")
         return files
 
     def _file(self, name: str) -> Any:
@@ -105,17 +106,18 @@ class HubWeights:
         return self._files[name]
 
     def _slice(self, name: str) -> Any:
-        return self._where[name].get_slice(name)
+        return self._file_of[name].get_slice(name)
 
     def _check(self) -> None:
-        wanted = {p.name: p.shape for of_it in parts(self.model).values() for p in of_it}
-        if absent := [name for name in wanted if name not in self._where]:
+        """UserError unless the files have exactly the tensors, shapes and types that the model does."""
+        shapes = {t.name: t.shape for tensors in llama_tensors(self.model).values() for t in tensors}
+        if absent := [name for name in shapes if name not in self._file_of]:
             raise UserError(f"{self.what} has no tensor {absent[0]}" + f", nor {len(absent) - 1} more" * (len(absent) > 1))
-        more = [name for name in self._where if name not in wanted and name != HEAD
+        more = [name for name in self._file_of if name not in shapes and name != HEAD
                 and not name.endswith("rotary_emb.inv_freq")]  # of old files: it follows from the config
         if more:
             raise UserError(f"{self.what} has a tensor {more[0]}, which a decoder like ours has no place for")
-        for name, shape in wanted.items():
+        for name, shape in shapes.items():
             actual, dtype = tuple(self._slice(name).get_shape()), self._slice(name).get_dtype()
             if actual != shape:
                 raise UserError(f"{self.what}: {name} is {actual}, and its config.json says {shape}")
@@ -124,17 +126,18 @@ class HubWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """(our name, fp32 tensor), in the decoder's order, one at a time."""
-        return to_ours(self._read, self.model)
+        return from_llama(self._read, self.model)
 
     def _read(self, name: str) -> Tensor:
-        tensor = self._where[name].get_tensor(name).float()
+        tensor = self._file_of[name].get_tensor(name).float()
         if not tensor.isfinite().all():
             raise UserError(f"{self.what}: {name} has values that are not finite numbers")
         return tensor
 
 
 def open_weights(folder: Path, say: Say = ignore) -> Source:
-    """What a --from names: one of our run folders (its best checkpoint), or a Hugging Face folder. UserError for neither."""
+    """The weights in the folder that --from names: of a run of ours (its best checkpoint), or of a Hugging Face model.
+    UserError for neither."""
     if RunFolder(folder).has_plan():
         return RunWeights(RunFolder(folder), "best", say)
     if (folder / config_json.CONFIG).is_file():
@@ -144,7 +147,7 @@ def open_weights(folder: Path, say: Say = ignore) -> Source:
 
 
 def open_for(folder: Path, planned: ModelConfig, say: Say = ignore) -> Source:
-    """The same; UserError naming every difference if it is of another shape than was planned."""
+    """As open_weights; UserError naming every difference if the model is of another shape than was planned."""
     source = open_weights(folder, say)
     if differ := config_json.differences(source.model, planned):
         raise UserError(f"{source.what} has a model of another shape than the plan: {differ}")
@@ -153,12 +156,14 @@ def open_for(folder: Path, planned: ModelConfig, say: Say = ignore) -> Source:
 
 @no_grad()
 def load(source: Source, decoder: Decoder, put: Callable[[Tensor, Tensor], Any] = Tensor.copy_) -> int:
-    """Copies the weights into the decoder, one tensor at a time, by `put`(parameter, weight); returns their checksum."""
-    into, crc = dict(decoder.named_parameters()), 0
+    """Copies the weights into the decoder, one tensor at a time, by `put`(parameter, weight); returns their `checksum`.
+    UserError for one of another shape."""
+    parameters, crc = dict(decoder.named_parameters()), 0
     for name, tensor in source:
-        if tensor.shape != into[name].shape:
-            raise UserError(f"{source.what}: {name} is {tuple(tensor.shape)}, its model's is {tuple(into[name].shape)}")
-        put(into[name], tensor)
+        if tensor.shape != parameters[name].shape:
+            raise UserError(f"{source.what}: {name} is {tuple(tensor.shape)}, its model's is "
+                            f"{tuple(parameters[name].shape)}")
+        put(parameters[name], tensor)
         crc = zlib.crc32(tensor.numpy(), crc)
     return crc
 
@@ -172,7 +177,9 @@ def checksum(source: Source) -> int:
 
 
 def refuse_others(source: Source, came_from: dict | None, run: Path) -> None:
-    """UserError if `source` is not what a run says that it came from."""
+    """UserError if `source` has other weights than the run was started from, by what its checkpoint says ({path, crc32},
+    None for new weights)."""
     if checksum(source) != (came_from or {}).get("crc32"):
         was = f"the weights of {came_from['path']}" if came_from else "new weights"
-        raise UserError(f"run {run} was started from {was}, and {source.what} has others; leave --from out to go on with it")
+        raise UserError(f"run {run} was started from {was}, and {source.what} has others; leave out --from to "
+                        f"resume it")

@@ -29,7 +29,7 @@ def halves_to_pairs(weight: Tensor, head_size: int) -> Tensor:
 
 
 def pairs_to_halves(weight: Tensor, head_size: int) -> Tensor:
-    """The way back."""
+    """The inverse of `halves_to_pairs`."""
     return weight.unflatten(0, (-1, head_size // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -82,7 +82,7 @@ class Block(nn.Module):
         return q, k, qkv[:, :, -kv_heads:]
 
     def plain(self, x: Tensor, angles: Tensor) -> Tensor:
-        """The same by the plain formulas, for the compiler, which fuses them itself, and for tests."""
+        """What `forward` gives, by the plain formulas: for the compiler, which fuses them itself, and for tests."""
         return self.finish(x, attention(*self.projected(x, angles)))
 
     def projected(self, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,7 +92,8 @@ class Block(nn.Module):
         return self.turned(qkv.unflatten(-1, (c.heads + 2 * c.kv_heads, c.head_size)), angles)
 
     def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """What the block makes of x and of its attention's result."""
+        """The block's result, (batch, length, d_model), of its input x and its attention's result `mixed`, (batch, length,
+        heads, head_size)."""
         x = x + F.linear(mixed.flatten(-2), self.out)
         gate, up = F.linear(rms_norm(x, self.ff_norm, self.config.norm_eps), self.gate_up).chunk(2, -1)
         return x + F.linear(F.silu(gate) * up, self.down)

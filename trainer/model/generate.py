@@ -1,4 +1,4 @@
-"""Text, token by token: decoding with kept keys and values, several rows at once, and how a token is drawn."""
+"""Text, token by token: decoding with a cache of keys and values, several rows at once, and how a token is drawn."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Sampling:
 
 
 def sample_tokens(logits: Tensor, sampling: Sampling, chance: Tensor) -> Tensor:
-    """The token of each row of logits (rows, vocab), where `chance` (rows,) is from 0 to below 1."""
+    """The token of each row, int64 (rows,), of logits (rows, vocab), where `chance` (rows,) is from 0 to below 1."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
     best, which = logits.topk(min(sampling.top_k, logits.shape[-1]))
@@ -33,6 +33,45 @@ def sample_tokens(logits: Tensor, sampling: Sampling, chance: Tensor) -> Tensor:
     reach = shares.cumsum(-1)
     index = (reach <= chance[:, None] * reach[:, -1:]).sum(-1).clamp_(max=best.shape[-1] - 1)
     return which.gather(-1, index[:, None])[:, 0]
+
+
+class KVCache:
+    """The keys and values of the tokens that a decoder has read, by layer: of rows of unequal length, each from position 0
+    on. `lengths` (rows,) says how many tokens each row has read, `longest` is the most of any; `more` can be read after
+    that, up to `capacity`."""
+
+    def __init__(self, model: Decoder, lengths: Sequence[int], more: int) -> None:
+        config, device = model.config, model.embedding.device
+        self.longest, self.capacity = max(lengths), max(lengths) + more
+        self.lengths = torch.tensor(lengths, device=device)
+        self._rows = torch.arange(len(lengths), device=device)
+        self._layers = torch.zeros(config.layers, 2, len(lengths), config.kv_heads, self.capacity, config.head_size,
+                                   device=device)
+
+    def put_prompts(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Keeps k and v (rows, longest, kv_heads, head_size); what shorter rows are filled up with is written over later."""
+        keys, values = self._layers[layer]
+        keys[:, :, :self.longest], values[:, :, :self.longest] = k.transpose(1, 2), v.transpose(1, 2)
+
+    def put_next(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keeps k and v (rows, kv_heads, head_size) of the token that each row reads now. Returns (keys, values) with them,
+        each (rows, kv_heads, longest + 1, head_size)."""
+        keys, values = self._layers[layer, :, :, :, :self.longest + 1]
+        keys[self._rows, :, self.lengths], values[self._rows, :, self.lengths] = k, v
+        return keys, values
+
+    def visible(self) -> Tensor:
+        """Which positions the token that each row reads now sees, (rows, 1, 1, longest + 1): its own and those before it."""
+        positions = torch.arange(self.longest + 1, device=self.lengths.device)
+        return positions <= self.lengths[:, None, None, None]
+
+    def advance(self) -> None:
+        """Counts the token that each row has read."""
+        self.lengths, self.longest = self.lengths + 1, self.longest + 1
+
+    def at_last(self, x: Tensor) -> Tensor:
+        """x (rows, longest, d_model) at the last token of each row, (rows, d_model)."""
+        return x[self._rows, self.lengths - 1]
 
 
 @torch.no_grad()
@@ -46,23 +85,14 @@ def generate(model: Decoder, prompts: Sequence[Sequence[int]], count: int, sampl
     Shorter prompts are filled up behind their end, which nothing before it sees; each next token takes the place of a
     filler, so that every row is computed as it would be alone.
     """
-    c, device = model.config, model.embedding.device
-    lengths = [len(p) for p in prompts]
-    rows, width = torch.arange(len(prompts), device=device), max(lengths)
-    angles = rope_angles(width + count, c.head_size, c.rope_base, device)
-    filled = torch.tensor([[*p, *[0] * (width - len(p))] for p in prompts], device=device)
-    kept = torch.zeros(c.layers, 2, len(prompts), c.kv_heads, width + count, c.head_size, device=device)
-    x = model.embed(filled)
-    for block, cache in zip(model.blocks, kept, strict=True):
-        q, k, v = block.projected(x, angles[:width])
-        cache[0, :, :, :width], cache[1, :, :, :width] = k.transpose(1, 2), v.transpose(1, 2)
-        x = block.finish(x, attention(q, k, v))
-    at = torch.tensor(lengths, device=device)
-    x = x[rows, at - 1]
+    device = model.embedding.device
+    cache = KVCache(model, [len(prompt) for prompt in prompts], count)
+    angles = rope_angles(cache.capacity, model.config.head_size, model.config.rope_base, device)
     generators = [torch.Generator().manual_seed((sampling.seed + row) % 2**63) for row in range(len(prompts))]
     texts: list[list[int]] = [[] for _ in prompts]
     open_rows = set(range(len(prompts)))
-    for i in range(count):
+    x = _read_prompts(model, prompts, angles, cache)
+    for left in reversed(range(count)):
         chance = torch.stack([torch.rand((), generator=g) for g in generators]).to(device)
         tokens = sample_tokens(model.logits(x), sampling, chance)
         for row, token in enumerate(tokens.tolist()):
@@ -71,15 +101,32 @@ def generate(model: Decoder, prompts: Sequence[Sequence[int]], count: int, sampl
             elif row in open_rows:
                 texts[row].append(token)
                 tell(row, token)
-        if not open_rows or i == count - 1:
+        if not open_rows or not left:  # the last token need not be read
             break
-        x = model.embed(tokens[:, None])
-        seen = torch.arange(width + i + 1, device=device) <= at[:, None, None, None]
-        for block, cache in zip(model.blocks, kept, strict=True):
-            q, k, v = block.projected(x, angles[at, None])
-            cache[0, rows, :, at], cache[1, rows, :, at] = k[:, 0], v[:, 0]
-            keys, values = cache[:, :, :, :width + i + 1]
-            mixed = F.scaled_dot_product_attention(q[:, 0].unflatten(1, (c.kv_heads, -1)), keys, values, seen)
-            x = block.finish(x, mixed.flatten(1, 2)[:, None])
-        x, at = x[:, 0], at + 1
+        x = _read_next(model, tokens, angles, cache)
     return texts
+
+
+def _read_prompts(model: Decoder, prompts: Sequence[Sequence[int]], angles: Tensor, cache: KVCache) -> Tensor:
+    """The decoder's output at the last token of each prompt, (rows, d_model)."""
+    filled = [[*prompt, *[0] * (cache.longest - len(prompt))] for prompt in prompts]
+    x = model.embed(torch.tensor(filled, device=model.embedding.device))
+    for layer, block in enumerate(model.blocks):
+        q, k, v = block.projected(x, angles[:cache.longest])
+        cache.put_prompts(layer, k, v)
+        x = block.finish(x, attention(q, k, v))
+    return cache.at_last(x)
+
+
+def _read_next(model: Decoder, tokens: Tensor, angles: Tensor, cache: KVCache) -> Tensor:
+    """The decoder's output at one more token of each row, tokens (rows,), (rows, d_model)."""
+    x = model.embed(tokens[:, None])
+    visible = cache.visible()
+    for layer, block in enumerate(model.blocks):
+        q, k, v = block.projected(x, angles[cache.lengths, None])
+        keys, values = cache.put_next(layer, k[:, 0], v[:, 0])
+        grouped = q[:, 0].unflatten(1, (model.config.kv_heads, -1))  # the heads that share a kv head, as if a sequence
+        mixed = F.scaled_dot_product_attention(grouped, keys, values, visible)
+        x = block.finish(x, mixed.flatten(1, 2)[:, None])
+    cache.advance()
+    return x[:, 0]

@@ -14,9 +14,11 @@ Kept per token and layer, in units of d_model x 4 bytes, at 12 heads, 4 kv heads
     in all                    14.67   10
 
 Plain autograd keeps 21: also k and v repeated for every query head, SiLU's result, and q and k before RoPE. `block` keeps
-only each block's input, 1, and makes the rest again as `elementwise` does. The plain formulas are in model.py; tests hold
-the two against each other in float64.
+only each block's input, 1, and makes the rest again as `elementwise` does. The plain formulas are in decoder.py; tests
+compare the two in float64.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +28,12 @@ aten = torch.ops.aten
 
 
 def norm_parts(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(RMSNorm of x, 1 / root mean square of each row)."""
+    """(RMSNorm of x (..., d) with gain (d,), 1 / root mean square of each row (..., 1))."""
     return aten._fused_rms_norm(x, [x.shape[-1]], gain, eps)
 
 
 def norm_backward(d_normed: Tensor, x: Tensor, rstd: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient by x, by gain). May write over d_normed."""
+    """(gradient by x, by gain), of norm_parts' `rstd` and the gradient by its result, d_normed. May write over d_normed."""
     if x.device.type == "cuda":
         return aten._fused_rms_norm_backward(d_normed, x, [x.shape[-1]], rstd, gain, [True, True])
     unit = x * rstd
@@ -42,17 +44,18 @@ def norm_backward(d_normed: Tensor, x: Tensor, rstd: Tensor, gain: Tensor) -> tu
 
 
 class NormLinear(Function):
-    """linear(rms_norm(x)); `lean` norms again in backward, which reads and writes x once more."""
+    """linear(rms_norm(x)) of x (..., d), gain (d,), weight (out, d); `lean` norms again in backward, which reads and
+    writes x once more."""
 
     @staticmethod
-    def forward(ctx, x, gain, weight, eps, lean):
+    def forward(ctx: Any, x: Tensor, gain: Tensor, weight: Tensor, eps: float, lean: bool) -> Tensor:
         normed, rstd = norm_parts(x, gain, eps)
         ctx.save_for_backward(x, rstd, gain, weight, None if lean else normed)
         ctx.eps = eps
         return normed @ weight.T
 
     @staticmethod
-    def backward(ctx, d_y):
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         x, rstd, gain, weight, normed = ctx.saved_tensors
         if normed is None:
             normed, _ = norm_parts(x, gain, ctx.eps)
@@ -63,18 +66,18 @@ class NormLinear(Function):
 
 
 class SwiGLULinear(Function):
-    """linear(silu(gate) * up) of gate_up; `lean` makes the product again in backward. The gradient is written over
-    gate_up, which nothing else reads."""
+    """linear(silu(gate) * up) of gate_up (..., 2 d_ff), weight (out, d_ff); `lean` makes the product again in backward. The
+    gradient is written over gate_up, which nothing else reads."""
 
     @staticmethod
-    def forward(ctx, gate_up, weight, lean):
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, lean: bool) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
         hidden = aten.silu(gate).mul_(up)
         ctx.save_for_backward(gate_up, weight, None if lean else hidden)
         return hidden @ weight.T
 
     @staticmethod
-    def backward(ctx, d_y):
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, weight, hidden = ctx.saved_tensors
         gate, up = gate_up.chunk(2, -1)
         silu = aten.silu(gate)
@@ -106,7 +109,7 @@ class Attention(Function):
     head_size). Turns qkv in place, and repeats k and v for their query heads only while a kernel runs."""
 
     @staticmethod
-    def forward(ctx, qkv, angles, heads, kv_heads):
+    def forward(ctx: Any, qkv: Tensor, angles: Tensor, heads: int, kv_heads: int) -> Tensor:
         turn_(qkv[:, :, :-kv_heads], angles)
         q, k, v = Attention.split(qkv, heads, kv_heads)
         if qkv.device.type == "cpu":
@@ -118,14 +121,14 @@ class Attention(Function):
         return out.transpose(1, 2)
 
     @staticmethod
-    def split(qkv, heads, kv_heads):
+    def split(qkv: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as (batch, heads, length, head_size), k and v repeated in one copy."""
         kv = qkv[:, :, heads:].unflatten(2, (2, kv_heads, 1))
         kv = kv.expand(-1, -1, -1, -1, heads // kv_heads, -1).flatten(3, 4)
         return qkv[:, :, :heads].transpose(1, 2), kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)
 
     @staticmethod
-    def backward(ctx, d_out):
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         qkv, angles, out, lse = ctx.saved_tensors
         heads, kv_heads = ctx.heads, ctx.kv_heads
         q, k, v = Attention.split(qkv, heads, kv_heads)

@@ -26,11 +26,11 @@ def head_loss(x: Tensor, gain: Tensor, weight: Tensor, targets: Tensor, eps: flo
               d_gain: Tensor | None = None, d_weight: Tensor | None = None, add: bool = False,
               count: Tensor | None = None) -> Tensor:
     """The cross-entropy of `rms_norm(x, gain) @ weight.T` against `targets`, summed over those of 0 and more, over their
-    number, times `scale`. With `count` (one number) it is over that one, at least 1: of a step whose micro-steps
-    have unequal numbers of targets, the losses then add up to the mean over all of them.
+    number, times `scale`. With `count` (one number) it is divided by that instead, by 1 at least: of a step
+    whose micro-steps have unequal numbers of targets, the losses then add up to the mean over all of them.
 
     x (rows, d_model), gain (d_model,), weight (vocab, d_model), targets (rows,) int64. With `d_gain` and `d_weight` the
-    gradients are made as well: theirs are written into them, or added to them with `add`, so that one buffer serves the
+    gradients are made as well: theirs are written into them, or with `add` added to them, so that one buffer serves the
     tied embedding through all micro-steps, and x's is written over x. Takes no part in autograd.
     """
     valid = targets >= 0
@@ -58,7 +58,7 @@ def head_loss(x: Tensor, gain: Tensor, weight: Tensor, targets: Tensor, eps: flo
             torch.mm(logits, weight, out=normed)
             d_x, d_gain_of_chunk = norm_backward(normed.mul_(row_scale[rows]), x[rows], rstd, gain)
             if not (add or start):
-                d_gain.zero_()  # type: ignore[union-attr]  # given where d_weight is
+                d_gain.zero_()  # type: ignore[union-attr]  # there is one where d_weight is
             d_gain += d_gain_of_chunk
             x[rows] = d_x
         del logits, normed  # before the next chunk's are made

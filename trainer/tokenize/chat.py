@@ -1,4 +1,4 @@
-"""JSONL of prompts and answers, or of chats, to turns, and turns to the text that a model sees. Pure, but for reading."""
+"""JSONL of prompts and answers, or of chats, to turns, and turns to the text that a model sees."""
 
 import json
 from collections.abc import Iterator
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spillcliff.errors import UserError
-from trainer.tokenize.texts import Source
+from trainer.tokenize.source import Source
 
 PAIRS = (("prompt", "answer"), ("prompt", "completion"), ("instruction", "output"), ("question", "answer"))
 """Fields of a prompt and its answer; `instruction` may have an `input` beside it (Alpaca)."""
 CHATS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 """Fields of a chat, and of each of its messages: OpenAI's and ShareGPT's."""
-KNOWN = ("{prompt, answer}, {prompt, completion}, {instruction, input, output}, {question, answer}, "
+FORMS = ("{prompt, answer}, {prompt, completion}, {instruction, input, output}, {question, answer}, "
          "{messages: [{role, content}]} or {conversations: [{from, value}]}")
 ROLES = {"system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
          "gpt": "assistant", "model": "assistant", "tool": "tool", "function": "tool"}
@@ -28,12 +28,12 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Text to be encoded by itself, or the one token of that name; `learned` if the loss is on it."""
+class Segment:
+    """Text to be encoded by itself, or the one token of that name; `is_learned` says that the loss is on it."""
 
     text: str
     is_token: bool = False
-    learned: bool = False
+    is_learned: bool = False
 
 
 def form_of(value: object) -> tuple[str, ...] | None:
@@ -45,7 +45,7 @@ def form_of(value: object) -> tuple[str, ...] | None:
 
 
 def turns_of(value: object, form: tuple[str, ...]) -> list[Turn]:
-    """The turns of a line of that form; ValueError says what is wrong with it."""
+    """The turns in the JSON value of a line, which must be of that form; ValueError says what is wrong with it."""
     if not isinstance(value, dict):
         raise ValueError("is not an object")
     if missing := [field for field in form if field not in value]:
@@ -80,7 +80,8 @@ def _text(value: dict, field: str) -> str:
 
 def read(path: Path) -> Iterator[list[Turn]]:
     """The turns of each line of a JSONL file, compressed or not, whose first line says which form all of them have; blank
-    lines are passed over. UserError, when all has been read, that names the first damaged line and how many there are."""
+    lines are skipped. After a damaged line no more turns come, and at the file's end a UserError names the first of them and
+    how many there are."""
     form, damaged, first = None, 0, ""
     with Source(path) as source:
         for number, line in enumerate(source.stream, 1):
@@ -91,21 +92,21 @@ def read(path: Path) -> Iterator[list[Turn]]:
             try:
                 value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
                 if form is None and (form := form_of(value)) is None:
-                    seen = ", ".join(list(value)[:6]) if isinstance(value, dict) else type(value).__name__
-                    raise UserError(f"{path}: line {number} is neither a pair nor a chat (it has {seen or 'no fields'})"
-                                    f"; its lines must be {KNOWN}")
+                    fields = ", ".join(list(value)[:6]) if isinstance(value, dict) else type(value).__name__
+                    raise UserError(f"{path}: line {number} is neither a pair nor a chat (it has {fields or 'no fields'})"
+                                    f"; its lines must be {FORMS}")
                 turns = turns_of(value, form)
             except (ValueError, RecursionError) as e:
                 damaged += 1
                 first = first or f"line {number} {_reason(e)}"
             else:
-                if not damaged:  # else all that is left to do is to count
+                if not damaged:
                     yield turns
     if damaged:
-        raise UserError(f"{path}: {first}; {damaged} damaged {'line' if damaged == 1 else 'lines'} in all: mend or remove "
-                        f"{'it' if damaged == 1 else 'them'}")
+        raise UserError(f"{path}: {first}; {damaged} damaged {'line' if damaged == 1 else 'lines'} in all: correct or "
+                        f"remove {'it' if damaged == 1 else 'them'}")
     if form is None:
-        raise UserError(f"{path} is empty; its lines must be {KNOWN}")
+        raise UserError(f"{path} is empty; its lines must be {FORMS}")
 
 
 def _reason(e: Exception) -> str:
@@ -116,24 +117,31 @@ def _reason(e: Exception) -> str:
     return str(e)
 
 
-def plain(turns: list[Turn], end: str) -> list[Piece]:
+def plain(turns: list[Turn], end: str) -> list[Segment]:
     """Roles as text: "### User:\\n...\\n\\n### Assistant:\\n", the answer, and the token `end` after every answer."""
-    pieces, before = [], ""
+    segments, before = [], ""
     for turn in turns:
         if turn.role == "assistant":
-            pieces += [Piece(f"{before}### Assistant:\n"), Piece(turn.text, learned=True), Piece(end, True, True)]
+            segments += [Segment(f"{before}### Assistant:\n"), Segment(turn.text, is_learned=True),
+                         Segment(end, is_token=True, is_learned=True)]
             before = ""
         else:
             before += f"### {turn.role.capitalize()}:\n{turn.text}\n\n"
-    return pieces
+    return segments
 
 
-def chatml(turns: list[Turn], end: str | None) -> list[Piece]:
+def chatml(turns: list[Turn], end: str | None) -> list[Segment]:
     """Roles between <|im_start|> and <|im_end|>; `end`, if the tokenizer has it, after the last answer."""
     last = max(i for i, turn in enumerate(turns) if turn.role == "assistant")
-    pieces = []
+    segments: list[Segment] = []
     for turn in turns[:last + 1]:
-        answers = turn.role == "assistant"
-        said = [Piece(f"{turn.role}\n"), Piece(turn.text, learned=True)] if answers else [Piece(f"{turn.role}\n{turn.text}")]
-        pieces += [Piece(START, True), *said, Piece(END, True, answers), Piece("\n")]
-    return pieces[:-1] + [Piece(end, True, True)] * (end is not None)
+        is_answer = turn.role == "assistant"
+        if is_answer:
+            said = [Segment(f"{turn.role}\n"), Segment(turn.text, is_learned=True)]
+        else:
+            said = [Segment(f"{turn.role}\n{turn.text}")]
+        segments += [Segment(START, is_token=True), *said, Segment(END, is_token=True, is_learned=is_answer), Segment("\n")]
+    segments.pop()  # nothing comes after the last answer's end
+    if end is not None:
+        segments.append(Segment(end, is_token=True, is_learned=True))
+    return segments
