@@ -211,9 +211,12 @@ def latest(records: Iterable[Record]) -> dict[tuple[str, Cell], Record]:
 def digest(records: Iterable[Record]) -> str:
     """SHA-256 that tells these records from others, whatever their order. Fields at their default are left out, so that one
     which a later version adds changes nothing."""
-    defaults = {f.name: f.default_factory() if f.default is dataclasses.MISSING else f.default  # type: ignore[misc]
-                for f in dataclasses.fields(Record)
-                if f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING}
+    defaults: dict[str, Any] = {}
+    for f in dataclasses.fields(Record):
+        if f.default is not dataclasses.MISSING:
+            defaults[f.name] = f.default
+        elif f.default_factory is not dataclasses.MISSING:
+            defaults[f.name] = f.default_factory()
 
     def canonical(record: Record) -> str:
         values = {name: value for name, value in record.to_json().items() if name not in defaults or value != defaults[name]}

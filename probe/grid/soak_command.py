@@ -49,8 +49,8 @@ class SoakRun:
         self.windows = progress.windows
         last = self.windows[-1]
         heat = "" if last.temperature_c is None else f"  {last.temperature_c:.0f} degrees"
-        self.live.update(f"{last.at_s:.0f} of {self.minutes * 60:.0f} s  {self.plan.step.tokens / last.step_s:,.0f} tok/s"
-                         + heat)
+        rate = f"{self.plan.step.tokens / last.step_s:,.0f} tok/s"
+        self.live.update(f"{last.at_s:.0f} of {self.minutes * 60:.0f} s  {rate}{heat}")
 
     def _refuse_oom(self, outcome: Outcome[SoakProgress, SoakProgress]) -> None:
         """The verdict on it as on a cell that measured nothing."""
