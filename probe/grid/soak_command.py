@@ -59,8 +59,8 @@ class SoakRun:
             resident_bytes=outcome.resident_bytes, exit_code=outcome.exit_code, printed=outcome.printed)
         status, why = judge(as_cell, self.cell, Card(self.facts.total_bytes, is_card=False), ())
         if status is Status.OOM:
-            raise NoPlan(f"the plan's step does not fit on {self.facts.name} now: {why}; end what else holds memory, or plan "
-                         f"with a smaller --limit")
+            raise NoPlan(f"the plan's step does not fit on {self.facts.name} now: {why}; end what else holds memory, or "
+                         f"plan with a smaller --limit")
 
     def _keep(self, settled: bool) -> Soak:
         kept = Soak(schema=1, at=now(), device=self.facts.fingerprint, software=self.facts.software, cell=self.cell,

@@ -218,4 +218,5 @@ ESTIMATE_HEAD = ("cell", "allocated", "reserved", "whole claim", "most in")
 
 def estimate_rows(peaks: dict[Cell, Estimate]) -> list[tuple[str, ...]]:
     return [(f"{c.model} B={c.batch} L={c.length} {c.step.engine}/{c.step.recompute} x{c.accum}",
-             format_bytes(e.allocated_bytes), format_bytes(e.reserved_bytes), format_bytes(e.device_bytes), e.moment) for c, e in peaks.items()]
+             format_bytes(e.allocated_bytes), format_bytes(e.reserved_bytes), format_bytes(e.device_bytes), e.moment)
+            for c, e in peaks.items()]

@@ -27,7 +27,7 @@ from trainer.device import synchronize
 from trainer.pace import Pace
 from trainer.step import TrainStep
 
-cell, where = Cell(*json.loads(sys.argv[1])), torch.device("cuda", 0)
+cell, where = Cell.of(*json.loads(sys.argv[1])), torch.device("cuda", 0)
 step = TrainStep(shape(cell), cell.step, OptimizerConfig(1e-5, clip=clip_for(cell.step)), where)
 window, tokens = fed(cell, where)
 pace = Pace(step)
@@ -47,9 +47,9 @@ for e in torch.cuda.memory._snapshot()["device_traces"][0]:
 s = torch.cuda.memory_stats()
 print(json.dumps([rows, s["allocated_bytes.all.peak"], s["reserved_bytes.all.peak"]]))
 """
-CELLS = [Cell("1M", 2, 100, vocab=500), Cell("10M", 3, 256), Cell("10M", 3, 600, 2, "eager", "elementwise"),
-         Cell("10M", 2, 256, 2, "eager", "block"), Cell("10M", 2, 256, update="backward"),
-         Cell("10M", 3, 256, 2, "graph"), Cell("10M", 2, 200, 2, "graph", "block")]
+CELLS = [Cell.of("1M", 2, 100, vocab=500), Cell.of("10M", 3, 256), Cell.of("10M", 3, 600, 2, "eager", "elementwise"),
+         Cell.of("10M", 2, 256, 2, "eager", "block"), Cell.of("10M", 2, 256, update="backward"),
+         Cell.of("10M", 3, 256, 2, "graph"), Cell.of("10M", 2, 200, 2, "graph", "block")]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)

@@ -6,7 +6,7 @@ import pytest
 from helpers.made import make_record
 
 from probe.cell import Cell, grid
-from probe.records import Record, append, frame, latest, load, of_devices
+from probe.records import Record, append, frame, latest, load, of_device
 from spillcliff.errors import UserError
 
 
@@ -34,7 +34,7 @@ def test_a_torn_last_line_is_set_aside_and_nothing_else_is_lost(tmp_path):
     append(path, make_record(1))
     with path.open("a") as f:
         f.write('{"schema": 1, "at": "2026')
-    said = []
+    said: list[str] = []
     assert len(load(path, said.append)) == 1 and "line 2 is torn" in said[0]
     append(path, make_record(2))
     assert load(path) == [make_record(1), make_record(2)]
@@ -73,7 +73,7 @@ def test_a_frame_has_a_row_for_each_record():
 
 
 def test_a_grid_runs_small_cells_first():
-    cells = grid(("10M", "1M"), (4, 1), (256, 128), (1, 2), ("eager",), ("none",), 32_000)
+    cells = grid(("10M", "1M"), {"batch": (4, 1), "length": (256, 128), "accum": (1, 2)})
     assert len(cells) == len(set(cells)) == 16
     assert [c.model for c in cells] == ["10M"] * 8 + ["1M"] * 8
     sizes = [c.batch * c.length for c in cells[:4]]
@@ -81,11 +81,11 @@ def test_a_grid_runs_small_cells_first():
 
 
 def test_a_cell_needs_no_more_than_a_larger_one():
-    small = Cell("10M", 2, 128)
-    assert small.within(Cell("10M", 4, 128)) and small.within(Cell("10M", 2, 256, accum=2))
-    assert not small.within(Cell("10M", 1, 512)) and not small.within(Cell("20M", 4, 128))
-    assert Cell("10M", 2, 128, accum=2).within(Cell("10M", 2, 128, accum=3))
-    assert not Cell("10M", 2, 128, accum=2).within(Cell("10M", 4, 256))
+    small = Cell.of("10M", 2, 128)
+    assert small.within(Cell.of("10M", 4, 128)) and small.within(Cell.of("10M", 2, 256, accum=2))
+    assert not small.within(Cell.of("10M", 1, 512)) and not small.within(Cell.of("20M", 4, 128))
+    assert Cell.of("10M", 2, 128, accum=2).within(Cell.of("10M", 2, 128, accum=3))
+    assert not Cell.of("10M", 2, 128, accum=2).within(Cell.of("10M", 4, 256))
 
 
 def test_a_device_s_records_are_read_in_order_whoever_wrote_them(tmp_path):
@@ -95,15 +95,21 @@ def test_a_device_s_records_are_read_in_order_whoever_wrote_them(tmp_path):
     lines = [json.dumps(a.to_json()), compact, json.dumps(b.to_json()), json.dumps(make_record(1, tok_s=4000).to_json())]
     path = tmp_path / "r.jsonl"
     path.write_text("\n".join(lines) + "\n" + lines[0][:50])
-    said, seen = [], []
-    found = of_devices([path], lambda names: seen.extend(names) or a.device, said.append)
-    assert [round(r.tok_s) for r in found] == [1000, 3000, 4000] and set(seen) == {a.device, b.device}
+    said: list[str] = []
+    devices: list[str] = []
+
+    def choose(names: list[str]) -> str:
+        devices.extend(names)
+        return a.device
+
+    records = of_device([path], choose, said.append)
+    assert [round(r.tok_s) for r in records] == [1000, 3000, 4000] and set(devices) == {a.device, b.device}
     assert len(said) == 1 and "torn" in said[0]
     path.write_text("")
-    assert of_devices([path], lambda names: names[0]) == []
+    assert of_device([path], lambda names: names[0]) == []
 
 
 def test_a_cell_s_options_measure_that_cell():
-    assert Cell("10M", 2, 128).options() == ""
-    assert Cell("10M", 2, 128, 2, "graph", "block", 500, "after").options() == (
-        " --engine graph --recompute block --vocab 500 --accum 2")
+    assert Cell.of("10M", 2, 128).command_options() == ""
+    assert Cell.of("10M", 2, 128, 2, vocab=500, engine="graph", recompute="block").command_options() == (
+        " --accum 2 --engine graph --recompute block --vocab 500")

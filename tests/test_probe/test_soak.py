@@ -36,7 +36,7 @@ def end(series, asked_s=3600.0):
 
 def soak(series, **other) -> Soak:
     values = dict(schema=1, at="2026-01-01T00:00:00+00:00", device="gtx", software={"torch": "2.11"},
-                  cell=Cell("150M", 4, 512), minutes=10.0, seconds=series[-1].at_s, windows=tuple(series), settled=True)
+                  cell=Cell.of("150M", 4, 512), minutes=10.0, seconds=series[-1].at_s, windows=tuple(series), settled=True)
     return Soak(**(values | other))
 
 
@@ -231,7 +231,7 @@ def test_a_soak_on_the_processor(command, tmp_path):
     assert done.returncode == 0, done.stderr
     (kept,) = load(next(tmp_path.glob("results/*/soak.jsonl")))
     assert json.loads(done.stdout)["factor"] == pytest.approx(kept.factor) and "tok/s at first" in done.stderr
-    assert kept.cell == Cell("1M", 2, 32, vocab=500) and kept.minutes == 0.1 and not kept.windows[0].temperature_c
+    assert kept.cell == Cell.of("1M", 2, 32, vocab=500) and kept.minutes == 0.1 and not kept.windows[0].temperature_c
     assert 1 <= len(kept.windows) <= 12 and all(w.steps for w in kept.windows)
 
 
