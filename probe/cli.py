@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 
@@ -47,7 +48,7 @@ def cli() -> None:
 @device_option
 @results_option
 @json_option
-def card(device, results, as_json) -> None:
+def card(device: str | None, results: Path, as_json: bool) -> None:
     """Show what the device is, what it can run, what it takes for itself, and what it shows now."""
     from probe.grid.session import measure_overheads, open_session
     from probe.show.text import card_rows
@@ -76,7 +77,7 @@ def card(device, results, as_json) -> None:
 @device_option
 @results_option
 @json_option
-def cliff(device, results, as_json) -> None:
+def cliff(device: str | None, results: Path, as_json: bool) -> None:
     """Find where this card's memory stops being fast, by taking it block by block.
 
     No model is needed. Everything else that runs now counts, and all memory is given back at the end.
@@ -114,8 +115,9 @@ def cliff(device, results, as_json) -> None:
 @device_option
 @results_option
 @json_option
-def grid(models, step, batches, lengths, accums, vocab, limit, seconds, every_cell, again, nproc, sharded, device, results,
-         as_json, **options) -> None:
+def grid(models: str | None, step: str | None, batches: str, lengths: str, accums: str | None, vocab: str | None,
+         limit: str | None, seconds: float, every_cell: bool, again: bool, nproc: int, sharded: bool, device: str | None,
+         results: Path, as_json: bool, **options: str) -> None:
     """Measure peak memory and tok/s over batch, length and model size, and find the fastest cell that fits.
 
     Few cells are measured: those that the pick needs, and its neighbours. Each runs in a process of its own and is on disk
@@ -153,7 +155,8 @@ def grid(models, step, batches, lengths, accums, vocab, limit, seconds, every_ce
 @click.option("--device", metavar="NAME", help="A measured device, a folder under results/.  [default: this machine's]")
 @results_option
 @json_option
-def estimate(models, batches, lengths, accums, vocab, card, device, results, as_json, **options) -> None:
+def estimate(models: str, batches: str, lengths: str, accums: str, vocab: str | None, card: str | None, device: str | None,
+             results: Path, as_json: bool, **options: str) -> None:
     """Estimate peak memory without touching a card: the step's own allocations, replayed.
 
     One cell is told part by part, several as a table. With --card the table says what would fit under which limit.
@@ -195,7 +198,7 @@ def estimate(models, batches, lengths, accums, vocab, card, device, results, as_
 @device_option
 @results_option
 @json_option
-def soak(plan_path, minutes, device, results, as_json) -> None:
+def soak(plan_path: Path, minutes: float, device: str | None, results: Path, as_json: bool) -> None:
     """Run a plan's step until its speed has settled: does it hold when the card is warm?
 
     Plans that are made afterwards count what was lost in their hours.
@@ -208,9 +211,9 @@ def soak(plan_path, minutes, device, results, as_json) -> None:
 
     out = Output(as_json)
     plan = Plan.load(plan_path)
-    with open_session(results, device) as session, only_probe_on(session.facts):
-        with LiveLine(out.console(), every_s=30) as live:
-            kept = SoakRun(session, plan, minutes, live).run()
+    with (open_session(results, device) as session, only_probe_on(session.facts),
+          LiveLine(out.console(), every_s=30) as live):
+        kept = SoakRun(session, plan, minutes, live).run()
     for line in lines(kept):
         out.say(line)
     out.say(f"kept in {session.store.folder.soaks}")
@@ -228,7 +231,8 @@ def soak(plan_path, minutes, device, results, as_json) -> None:
 @click.option("--device", metavar="D", help="cpu, cuda, cuda:1 or its name.  [default: where it is seen to compute]")
 @results_option
 @json_option
-def health(run_path, pid, watch, seconds, device, results, as_json) -> None:
+def health(run_path: Path | None, pid: int | None, watch: bool, seconds: float, device: str | None, results: Path,
+           as_json: bool) -> None:
     """Tell whether a job that is running is well: alive, saturated or starved and of what, checkpoints on cadence, processes
     doubled, sources edited since it began.
 
@@ -262,7 +266,8 @@ def health(run_path, pid, watch, seconds, device, results, as_json) -> None:
 @measured_options
 @click.option("--csv", "csv_path", is_flag=False, flag_value="-", metavar="[FILE]",
               help="Write the records as CSV instead, a row each; without FILE to stdout.")
-def show(model, device, limit, results, csv_path, as_json) -> None:
+def show(model: str | None, device: str | None, limit: str | None, results: Path, csv_path: str | None,
+         as_json: bool) -> None:
     """Show what has been measured: tok/s and peak over batch and length, and the cliff as a line."""
     from probe.records import frame
     from probe.show import text
@@ -284,19 +289,19 @@ def show(model, device, limit, results, csv_path, as_json) -> None:
         out.table(text.SUMMARY_HEAD, text.summary(m.records))
         out.say("--model M shows the maps of one model")
     else:
-        cliff_bytes = m.cliff and m.cliff.device_bytes
+        cliff_bytes = m.cliff.device_bytes if m.cliff else None
         for of_series in series.values():
             for line in ["", *text.map_lines(of_series, m.limit_bytes, cliff_bytes, out.console().width)]:
                 out.say(line)
-    if line := m.error_line():
-        out.say(line)
+    if error_line := m.error_line():
+        out.say(error_line)
     out.result({"device": m.folder.name, "limit_bytes": m.limit_bytes, "cliff": m.cliff and dataclasses.asdict(m.cliff),
                 "records": [r.to_json() | {"tok_s": r.tok_s or None} for r in m.records]})
 
 
 @cli.command(context_settings=HELP)
 @measured_options
-def plot(model, device, limit, results, as_json) -> None:
+def plot(model: str | None, device: str | None, limit: str | None, results: Path, as_json: bool) -> None:
     """Draw what `probe show` shows, a PNG for each map, beside the records."""
     from probe.show.heatmap_png import draw_maps
     from probe.show.measured import Measured

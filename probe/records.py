@@ -1,6 +1,7 @@
 """Records of measured cells: the schema, appended to and read from JSON lines."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable
@@ -211,14 +212,28 @@ def latest(records: Iterable[Record]) -> dict[tuple[str, Cell], Record]:
 def digest(records: Iterable[Record]) -> str:
     """SHA-256 that tells these records from others, whatever their order. Fields at their default are left out, so that one
     which a later version adds changes nothing."""
-    defaults = {f.name: f.default_factory() if f.default is dataclasses.MISSING else f.default  # type: ignore[misc]
-                for f in dataclasses.fields(Record)
-                if f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING}
+    lines = [json.dumps(_unusual(record), sort_keys=True, separators=(",", ":")) for record in records]
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
-    def canonical(record: Record) -> str:
-        values = {name: value for name, value in record.to_json().items() if name not in defaults or value != defaults[name]}
-        return json.dumps(values, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256("\n".join(sorted(map(canonical, records))).encode()).hexdigest()
+
+def _unusual(value: Any) -> Any:
+    """A dataclass's fields that are not at their defaults, and those of the dataclasses in them."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    usual = _defaults(type(value))
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return {name: _unusual(own) for name, own in fields.items() if name not in usual or own != usual[name]}
+
+
+@functools.cache
+def _defaults(cls: Any) -> dict[str, Any]:
+    defaults: dict[str, Any] = {}
+    for f in dataclasses.fields(cls):
+        if f.default is not dataclasses.MISSING:
+            defaults[f.name] = f.default
+        elif f.default_factory is not dataclasses.MISSING:
+            defaults[f.name] = f.default_factory()
+    return defaults
 
 
 def frame(records: Iterable[Record]) -> "pandas.DataFrame":

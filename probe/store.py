@@ -111,8 +111,8 @@ class Store:
         if old := self.folder.load_device():
             size = old.get("total_bytes")
             if size and abs(size / facts.total_bytes - 1) > 0.02:
-                raise UserError(f"{self.folder.path} was measured on a {facts.name} with {size / 1e9:.1f} GB, and this one has "
-                                f"{facts.total_bytes / 1e9:.1f} GB; keep them apart with --results DIR")
+                raise UserError(f"{self.folder.path} was measured on a {facts.name} with {size / 1e9:.1f} GB, and this one "
+                                f"has {facts.total_bytes / 1e9:.1f} GB; keep them apart with --results DIR")
             if all(old.get(name) == getattr(facts, name) for name in ("torch", "cuda", "driver")):
                 self.device |= {k: old[k] for k in MEASURED if k in old}  # another build's must be measured again
         write_json(self.folder.device, self.device)

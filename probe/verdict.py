@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from probe.cell import Cell
-from probe.cliff import FALL, Cliff, demand_on, fall_reason, spill_bound
+from probe.cliff import Cliff, demand_on, fall_reason, spill_bound
 from probe.outcome import CellProgress, Outcome
 from probe.records import Measurement, Record, Status
 from spillcliff.errors import is_out_of_memory
 from spillcliff.hardware.usage import OtherPrograms
 from spillcliff.units import format_bytes
-from trainer.run.slowdown import BUSY_PERCENT, MOVED_BYTES
+from trainer.run.slowdown import BUSY_PERCENT, FALL, MOVED_BYTES
 
 MIN_STEPS = 5
 
@@ -51,7 +51,7 @@ class Verdict(NamedTuple):
 def slow_step_s(cell: Cell, card: Card, records: Iterable[Record]) -> float | None:
     """Seconds beyond which a step of `cell` shows a spill; None where nothing smaller was measured."""
     demand = demand_on(cell, records) if card.is_card else None
-    return demand and cell.step.tokens * FALL / demand.tok_s
+    return None if demand is None else cell.step.tokens * FALL / demand.tok_s
 
 
 def stuck_reason(cell: Cell, slow_s: float | None, progress: CellProgress, quiet_s: float) -> str | None:
@@ -107,7 +107,8 @@ def _alone(outcome: Outcome[Measurement, CellProgress], cell: Cell, card: Card, 
         return Verdict(Status.TIMEOUT, f"{len(known.step_s)} timed steps in {outcome.seconds:.0f} s where {MIN_STEPS} are "
                                        f"needed")
     if outcome.killed == "memory":
-        return Verdict(Status.OOM, f"stopped at {format_bytes(outcome.resident_bytes)}: the machine was running out of memory")
+        return Verdict(Status.OOM, f"stopped at {format_bytes(outcome.resident_bytes)}: the machine was running out of "
+                                   f"memory")
     if outcome.error:
         return _failed(*outcome.error, known, spilled)
     if outcome.answer is None:

@@ -1,6 +1,8 @@
 """What a step asks of an allocator: requests in their order, cut into phases. Imports no torch."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "loss", "workspaces")
 """What a tensor is. Workspaces are what a kernel takes for itself: no operation returns them."""
@@ -27,17 +29,18 @@ class AllocationTrace:
     """Takes events down. `workspace_bytes` is what cuBLAS takes per stream, 0 where there is none."""
 
     def __init__(self, workspace_bytes: int) -> None:
-        self.names = {}
+        self.names: dict[Hashable, int] = {}
         self._workspace_bytes, self._count = workspace_bytes, 0
-        self._phases, self._events = [], []
-        self._phase = {"moment": START}
+        self._phases: list[Phase] = []
+        self._events: list[tuple[int, int, str]] = []
+        self._phase: dict[str, Any] = {"moment": START}
 
     def take(self, size: int, part: str = "activations") -> int:
         self._count += 1
         self._events.append((self._count, size, part))
         return self._count
 
-    def keep(self, key, size: int, part: str) -> int:
+    def keep(self, key: Hashable, size: int, part: str) -> int:
         """A tensor with a name of its own, made again only if it was freed."""
         name = self.names.setdefault(key, -1 - len(self.names))
         self._events.append((name, size, part))
@@ -53,7 +56,7 @@ class AllocationTrace:
             self.keep(("cublas", self.stream), self._workspace_bytes, "workspaces")
         return name
 
-    def at(self, moment: str, **where) -> None:
+    def at(self, moment: str, **where: Any) -> None:
         """Begins a phase; `where` as Phase's fields."""
         if self._events:
             self._phases.append(Phase(events=self._events, **self._phase))

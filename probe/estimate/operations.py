@@ -3,6 +3,8 @@
 Sizes and order are as seen in torch 2.11's allocator history on an H200, what kernels take for themselves included.
 """
 
+from collections.abc import Hashable
+
 from probe.estimate.allocation_trace import BOOL, COMPLEX, FLOAT, INT, LONG, AllocationTrace
 from trainer.config import ModelConfig, StepConfig
 
@@ -34,10 +36,10 @@ class Operations:
         self.angles = step.length * m.head_size // 2 * COMPLEX
         self.in_backward = step.update == "backward"
 
-    def gradient(self, key, size: int) -> int:
+    def gradient(self, key: Hashable, size: int) -> int:
         return self._trace.keep(("gradient", key), size, "gradients")
 
-    def update(self, key, size: int) -> None:
+    def update(self, key: Hashable, size: int) -> None:
         self._trace.keep(("step", key), FLOAT, "optimizer")
         for moment in ("exp_avg", "exp_avg_sq"):
             self._trace.keep((moment, key), size, "optimizer")
@@ -104,7 +106,7 @@ class Operations:
     def block_backward(self, layer: int, s: dict[str, int], add: bool, d_x: int | None) -> int:
         """The backward pass of one block; `d_x` is the residual stream's gradient, None before the first, where it is
         the head's and may not be written over. Returns it."""
-        recompute, first = self._config.recompute, d_x is None
+        recompute = self._config.recompute
 
         def finish(*names: str) -> None:
             """The gradients `names` of this layer are whole: kept, added to what was there, or used at once."""
@@ -130,7 +132,7 @@ class Operations:
             self.drop(d_normed)
             return result, again[1:]
 
-        made = {}
+        made: dict[str, int] = {}
         silu = self.take(self.ff)
         hidden = [] if recompute == "none" else [self.take(self.ff)]
         weight_gradient("down")
@@ -144,7 +146,7 @@ class Operations:
             self.drop(s["middle"], s["gate_up_rstd"], *again, s["gate_up"])
         else:
             self.drop(*again, s["gate_up"], s["middle"], s["gate_up_rstd"], *normed)
-        if first:
+        if d_x is None:
             d_x = self.take(self.x)
         self.drop(result)
         finish("ff_norm", "gate_up")
@@ -196,18 +198,24 @@ class Operations:
         target = take(self.rows * LONG)
         self.drop(ignored)
         loss = take(FLOAT)
-        chunk, rstd, picked, largest, d_x = chunk_rows(self.rows), (), (), (), ()
+        chunk = chunk_rows(self.rows)
+        # of the chunk before, whose memory is still there while the next one's is taken
+        rstd: list[int] = []
+        picked: list[int] = []
+        largest: list[int] = []
+        d_x: list[int] = []
         for start in range(0, self.rows, chunk):
             rows = min(chunk, self.rows - start)
-            normed, new = take(rows * self._model.d_model * FLOAT), take(rows * FLOAT)
+            normed, new_rstd = take(rows * self._model.d_model * FLOAT), take(rows * FLOAT)
             self.drop(*rstd)
-            rstd = (new,)
-            logits, new = self._trace.matmul(rows * self._model.vocab * FLOAT, "loss"), take(rows * FLOAT)
+            rstd = [new_rstd]
+            logits = self._trace.matmul(rows * self._model.vocab * FLOAT, "loss")
+            new_picked = take(rows * FLOAT)
             self.drop(*picked)
-            picked = (new,)
-            new = take(rows * FLOAT), take(rows * LONG)
+            picked = [new_picked]
+            new_largest = [take(rows * FLOAT), take(rows * LONG)]
             self.drop(*largest)
-            largest = new
+            largest = new_largest
             apart, likely, difference = (take(rows * FLOAT) for _ in range(3))
             self.drop(apart, likely)
             scaled = take(rows * FLOAT)
@@ -216,9 +224,9 @@ class Operations:
             self.drop(scaled, part)
             if gradients:
                 self.drop(take(rows * FLOAT))
-                new = take(rows * self._model.d_model * FLOAT), take(self._model.d_model * FLOAT)
+                new_d_x = [take(rows * self._model.d_model * FLOAT), take(self._model.d_model * FLOAT)]
                 self.drop(*d_x)
-                d_x = new
+                d_x = new_d_x
             self.drop(logits, normed)
         self.drop(valid, row_scale, target, *rstd, *picked, *largest, *d_x)
         return loss

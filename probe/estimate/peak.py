@@ -1,5 +1,5 @@
-"""Peak memory of a cell without running it, in milliseconds and without torch: the step's own requests (events.py) replayed
-through a model of torch's allocator (allocator.py), and what the card's context takes beside it."""
+"""Peak memory of a cell without running it, in milliseconds and without torch: the step's own requests (step_script.py)
+replayed through a model of torch's allocator (allocator.py), and what the card's context takes beside it."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from probe.estimate.allocation_trace import FLOAT, MOMENTS, PARTS, Phase
 from probe.estimate.allocator import Allocator, Block
 from probe.estimate.step_script import Script, script
 from spillcliff.errors import UserError
-from trainer.config import ModelConfig, StepConfig
+from trainer.config import ModelConfig, Recompute, StepConfig
 
 MIB = 1 << 20
 KERNELS = {"none": 43, "elementwise": 46, "block": 56}
@@ -93,7 +93,7 @@ def estimate(cell: Cell, card: CardMemory) -> Estimate:
         return on_cpu(model, step, card)
     is_compiled = step.engine == "compile"
     if is_compiled:  # whose plain formulas have no leaner way for "elementwise"
-        leaner = "block" if step.recompute == "block" else "none"
+        leaner: Recompute = "block" if step.recompute == "block" else "none"
         step = dataclasses.replace(step, engine="graph", recompute=leaner)
     replay = Replay()
     replay.process(script(model, step, card.workspace_bytes))

@@ -3,9 +3,12 @@ shapes. Imports no torch.
 
 Mirrors trainer/model/decoder.py and trainer/run/step.py; operations.py has what is below. tests/test_estimate.py holds the
 script against the real step on a processor, tests/gpu/test_history.py against the history of the card at hand, event by
-event. """
+event.
+"""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from probe.estimate.allocation_trace import (
     BACKWARD,
@@ -63,7 +66,7 @@ class _Process:
         self._is_recorded = step.engine == "graph"
         self._window = step.batch * (step.length + 1) * INT
 
-    def parameters(self):
+    def parameters(self) -> Iterator[tuple[tuple[Any, ...], int]]:
         """(key, bytes) in the order of model.parameters()."""
         yield from (((name,), size) for name, size in self._ops.head_weights.items())
         for layer in range(self._model.layers):
@@ -73,8 +76,9 @@ class _Process:
         sizes = list(self.parameters())
         for key, size in [sizes[0], *sizes[2:], sizes[1], (("angles",), self._ops.angles)]:
             self.trace.keep(("weight", key), size, "weights")
+
     def feed(self) -> None:
-        """trainer.data.tokens.feed: this step's tokens and the next one's."""
+        """trainer.data.feed.feed: this step's tokens and the next one's."""
         for _ in range(2):
             self.trace.take(self._config.accum * self._window)
 
@@ -110,7 +114,7 @@ class _Process:
                         self._ops.update(key, size)
             if not self._is_recorded:
                 self.drop_gradients()
-        # Pace sends loss and norm to the host together; a loss alone is doubled by the copy itself
+        # StepTimer sends loss and norm to the host together; a loss alone is doubled by the copy itself
         self.trace.drop(self.trace.take(2 * FLOAT, "loss" if norm else "workspaces"), loss, *norm)
 
     def clip(self) -> int:
@@ -145,14 +149,14 @@ class _Process:
                 self._ops.gradient((name,), size)
         loss = self._ops.head(gradients=True)
         self.trace.turn(BACKWARD)
-        d_x = None
+        d_x: int | None = None
         for layer in reversed(range(layers)):
             kept = saved[layer]
             if recompute == "block":
                 kept = self._ops.block(kept["x"], "again")
             d_x = self._ops.block_backward(layer, kept, add, d_x)
         self._ops.add_rows()
-        self.trace.drop(targets, d_x, embedded, x)
+        self.trace.drop(targets, *([] if d_x is None else [d_x]), embedded, x)
         return loss
 
     def evaluate(self) -> None:

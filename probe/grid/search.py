@@ -74,13 +74,13 @@ def next_cell(cells: Sequence[Cell], known: Mapping[Cell, Record], limit_bytes: 
     worth = [c for c in todo if view.could_win(c)]
     beside = [c for c in todo if view.is_beside_pick(c)]
     if beside and all(view.expected_tok_s[c] < view.pick.tok_s for c in worth):
-        return max(beside, key=view.gain_per_s.get)
+        return max(beside, key=view.gain_per_s.__getitem__)
     if not worth:
         return None
     largest = max(c.step.tokens for c, r in known.items() if r.fits)
     reach = max(CLIMB * largest, min((c.step.tokens for c in todo if c.step.tokens > largest), default=0))
     safe = [c for c in todo if c.step.tokens <= reach or c in view.surely_fits]
-    return max(set(safe) & set(worth), key=view.gain_per_s.get, default=None) or max(safe, key=_needs)
+    return max(set(safe) & set(worth), key=view.gain_per_s.__getitem__, default=None) or max(safe, key=_needs)
 
 
 def left_out(cells: Sequence[Cell], known: Mapping[Cell, Record], limit_bytes: int | None,
@@ -110,11 +110,13 @@ class _View:
     surely_fits: set[Cell]
 
     def could_win(self, cell: Cell) -> bool:
+        assert self.pick is not None, "asked only where something fits"
         return self.most_tok_s[cell] > (1 + NEAR) * self.pick.tok_s
 
     def is_beside_pick(self, cell: Cell) -> bool:
         """Whether a cell must be measured for the pick's sake: the next batches at its length, and unless they are far
         below it, the next lengths at its batch and the largest batch that may fit."""
+        assert self.pick is not None, "asked only where something fits"
         pick = self.pick.cell
         is_near = self.most_tok_s[cell] > (1 - FAR) * self.pick.tok_s
         if cell.length == pick.length:

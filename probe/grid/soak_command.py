@@ -49,8 +49,8 @@ class SoakRun:
         self.windows = progress.windows
         last = self.windows[-1]
         heat = "" if last.temperature_c is None else f"  {last.temperature_c:.0f} degrees"
-        self.live.update(f"{last.at_s:.0f} of {self.minutes * 60:.0f} s  {self.plan.step.tokens / last.step_s:,.0f} tok/s"
-                         + heat)
+        rate = f"{self.plan.step.tokens / last.step_s:,.0f} tok/s"
+        self.live.update(f"{last.at_s:.0f} of {self.minutes * 60:.0f} s  {rate}{heat}")
 
     def _refuse_oom(self, outcome: Outcome[SoakProgress, SoakProgress]) -> None:
         """The verdict on it as on a cell that measured nothing."""
@@ -59,8 +59,8 @@ class SoakRun:
             resident_bytes=outcome.resident_bytes, exit_code=outcome.exit_code, printed=outcome.printed)
         status, why = judge(as_cell, self.cell, Card(self.facts.total_bytes, is_card=False), ())
         if status is Status.OOM:
-            raise NoPlan(f"the plan's step does not fit on {self.facts.name} now: {why}; end what else holds memory, or plan "
-                         f"with a smaller --limit")
+            raise NoPlan(f"the plan's step does not fit on {self.facts.name} now: {why}; end what else holds memory, or "
+                         f"plan with a smaller --limit")
 
     def _keep(self, settled: bool) -> Soak:
         kept = Soak(schema=1, at=now(), device=self.facts.fingerprint, software=self.facts.software, cell=self.cell,

@@ -88,21 +88,22 @@ def peaks(cells: Sequence[Cell], fits: Sequence[Record], at_least: dict[Cell, in
           predicted: Sequence[int | None]) -> Surrogate | None:
     """log bytes of the peak: static + a share of what was `predicted`, or of the tokens where that is unknown; None if
     neither tells anything. `at_least` has bytes that failed cells need more of."""
-    fits = [r for r in fits if r.peak_bytes]
-    if None not in predicted:
-        needs = np.array(predicted, float)
+    measured = {r.cell: r.peak_bytes for r in fits if r.peak_bytes}
+    needed = [size for size in predicted if size is not None]
+    if len(needed) == len(predicted):
+        needs = np.array(needed, float)
         center, spread = np.log([0.05 * needs.min(), 0.95]), np.array([1.0, 0.15])
-    elif fits:
+    elif measured:
         needs = np.array([c.step.tokens for c in cells], float)
-        least = min(fits, key=lambda r: r.peak_bytes)
-        center = np.log([0.8 * least.peak_bytes, 0.2 * least.peak_bytes / least.cell.step.tokens])
+        least = min(measured, key=measured.__getitem__)
+        center = np.log([0.8 * measured[least], 0.2 * measured[least] / least.step.tokens])
         spread = np.array([0.7, 1.5])
     else:
         return None
 
     def log_peak(logs: np.ndarray) -> np.ndarray:
         return np.log(np.exp(logs[0]) + np.exp(logs[1]) * needs)
-    seen, logs = [cells.index(r.cell) for r in fits], [math.log(r.peak_bytes) for r in fits]
+    seen, logs = [cells.index(cell) for cell in measured], [math.log(size) for size in measured.values()]
     curve = _fit(log_peak, center, spread, cells, seen, np.array(logs), np.full(len(seen), PEAK_NOISE))
     expected = curve.at(0)
     short = {cells.index(c): math.log(size) for c, size in at_least.items() if expected[cells.index(c)] < math.log(size)}

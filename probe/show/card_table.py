@@ -16,7 +16,7 @@ MARKS = {DESKTOP: "", HEADLESS: "+"}
 NOWHERE = "!"
 
 
-def shopping_lines(card: CatalogCard, cells: list[Cell], width: int = 80) -> list[str]:
+def card_table(card: CatalogCard, cells: list[Cell], width: int = 80) -> list[str]:
     """What would fit on a card that was not measured: a table of the cells' estimated peaks in GB (10**9 bytes, the whole
     process), batches down, lengths across, each marked by the limit it is under; a legend; a paper throughput. ASCII, no
     line wider than `width`, unless one column is. The cells differ in batch and length alone. UserError for none, for
@@ -57,8 +57,8 @@ def _table(peaks: dict[Place, int], under: dict[str, int], width: int) -> list[s
     columns = []
     for length in lengths:
         texts = [f"{length} "]  # the mark's own column
-        for at in ((batch, length) for batch in batches):
-            texts.append(f"{peaks[at] / 1e9:.2f}{_mark(peaks[at], under):1}" if at in peaks else NEVER_RUN + " ")
+        texts += [f"{peaks[at] / 1e9:.2f}{_mark(peaks[at], under):1}" if at in peaks else NEVER_RUN + " "
+                  for at in ((batch, length) for batch in batches)]
         wide = max(map(len, texts))
         columns.append([GAP + text.rjust(wide) for text in texts])
     blocks: list[list[list[str]]] = [[]]

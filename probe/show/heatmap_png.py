@@ -32,16 +32,17 @@ SHADES = 0.04, 0.42
 OVER = "#a00000"
 CLIFF = "#d62728"
 PLAIN = "0.93"
-FAILED = {"facecolor": PLAIN, "edgecolor": "0.8", "hatch": "////"}
+FAILED: dict[str, Any] = {"facecolor": PLAIN, "edgecolor": "0.8", "hatch": "////"}
 
 
 def draw_maps(records: list[Record], name: str, limit_bytes: int | None, cliff: Cliff | None,
               folder: DeviceFolder) -> list[Path]:
     """A picture of each series' maps; UserError if one can't be written."""
     pictures = []
+    cliff_bytes = cliff.device_bytes if cliff else None
     for series, of_series in series_of(records).items():
         pictures.append(folder.picture(series_file_name(series)))
-        heat_map(of_series, f"{name}: {series_title(series)}", limit_bytes, pictures[-1], cliff and cliff.device_bytes)
+        heat_map(of_series, f"{name}: {series_title(series)}", limit_bytes, pictures[-1], cliff_bytes)
     return pictures
 
 
@@ -127,7 +128,7 @@ def _legend(figure: Any, cells: CellMap) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    signs = []
+    signs: list[Patch | Line2D] = []
     if cells.pick:
         signs.append(Patch(facecolor="none", edgecolor="black", linewidth=2, label=f"fastest that fits{cells.under}"))
     if cells.upright or cells.level:

@@ -1,8 +1,9 @@
 """What the prober's commands say, as text and rows: pure."""
 
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from probe.cell import Cell
 from probe.cliff import Cliff
@@ -185,7 +186,7 @@ def cliff_line(cliff: Cliff) -> str:
             "reserve": f"no cliff up to {size} with its context ({fast} GB/s); the rest was left alone"}[cliff.kind]
 
 
-def card_rows(facts: DeviceFacts, free_bytes: int | None, disk_bytes_s: float | None, refusals: dict[str, str | None],
+def card_rows(facts: DeviceFacts, free_bytes: int | None, disk_bytes_s: float | None, refusals: Mapping[Any, str | None],
               readings: dict[str, float], memory: dict[str, float], is_on_battery: bool) -> list[tuple[str, str]]:
     """(what, value) of a device: facts, engines, what it takes beside a step's tensors, what it shows now."""
     rows = [("name", facts.name), ("memory", format_bytes(facts.total_bytes)), ("free now", format_bytes(free_bytes)),
@@ -196,8 +197,8 @@ def card_rows(facts: DeviceFacts, free_bytes: int | None, disk_bytes_s: float | 
             ("power", "battery: a run would be refused" if is_on_battery else "mains, or no battery")]
     names = {"context_bytes": "context", "graph_bytes": "graphs", "process_bytes": "process"}
     rows += [(label, f"{format_bytes(memory[key])} beside the tensors") for key, label in names.items() if key in memory]
-    readings_shown = {"clock_mhz": ("clock", "{} MHz"), "temperature_c": ("temperature", "{} C"), "power_w": ("draws", "{:.0f} W"),
-             "utilization": ("utilization", "{}%")}
+    readings_shown = {"clock_mhz": ("clock", "{} MHz"), "temperature_c": ("temperature", "{} C"),
+                      "power_w": ("draws", "{:.0f} W"), "utilization": ("utilization", "{}%")}
     rows += [(label, text.format(readings[key])) for key, (label, text) in readings_shown.items() if key in readings]
     if "throttle" in readings:
         rows.append(("throttled", "yes" if int(readings["throttle"]) & THROTTLED else "no"))
@@ -216,5 +217,6 @@ ESTIMATE_HEAD = ("cell", "allocated", "reserved", "whole claim", "most in")
 
 
 def estimate_rows(peaks: dict[Cell, Estimate]) -> list[tuple[str, ...]]:
-    return [(f"{c.model} B={c.batch} L={c.length} {c.step.engine}/{c.step.recompute} x{c.accum}", format_bytes(e.allocated_bytes),
-             format_bytes(e.reserved_bytes), format_bytes(e.device_bytes), e.moment) for c, e in peaks.items()]
+    return [(f"{c.model} B={c.batch} L={c.length} {c.step.engine}/{c.step.recompute} x{c.accum}",
+             format_bytes(e.allocated_bytes), format_bytes(e.reserved_bytes), format_bytes(e.device_bytes), e.moment)
+            for c, e in peaks.items()]

@@ -44,7 +44,8 @@ LOOK_EVERY_S = 1.0
 """Time between looks at the counters while steps are timed: the driver is asked as seldom as a spill still shows in time."""
 
 
-def random_feed(cell: Cell, device: torch.device, part: StepConfig | None = None) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
+def random_feed(cell: Cell, device: torch.device,
+                part: StepConfig | None = None) -> tuple[torch.Tensor, Iterator[torch.Tensor]]:
     """(a batch to evaluate, each step's tokens) of random ids, for a process's `part` of the cell's step if it is not all,
     the way a run feeds its own: on an H200 the stream that copies them takes 73 MB of the card, which tokens made there
     would not show."""
@@ -185,7 +186,8 @@ class _CellMeasurement:
         """Sends what is known: times at each step, memory where it matters, since the driver takes time to tell."""
         self.send(CellProgress(self.is_setting_up, self.measured(readings or {}, with_memory=readings is not None)))
 
-    def measured(self, readings: dict[str, Any] | None = None, with_memory: bool = True, with_times: bool = True) -> Measurement:
+    def measured(self, readings: dict[str, Any] | None = None, with_memory: bool = True,
+                 with_times: bool = True) -> Measurement:
         peaks = asdict(self.claim.peaks(self.device, self.task.uuid)) if with_memory else {}
         if with_memory:
             peaks["non_local_growth_bytes"] = self.claim.non_local_growth_bytes()

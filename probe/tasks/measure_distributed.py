@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from probe.outcome import CellProgress
 from probe.records import Measurement
@@ -75,7 +76,8 @@ def main(folder: Path) -> None:
         nothing_spills = Card(None, is_card=False)  # one that left early would leave the others waiting
         own = MeasureCell(task.cell, task.device, device_facts(device).uuid, task.seconds, nothing_spills)
         measured = measure_cell(own, lambda progress: None, group)
-        measured = replace(measured, **{name: group.largest(getattr(measured, name)) for name in PEAKS})
+        peaks: dict[str, Any] = {name: group.largest(getattr(measured, name)) for name in PEAKS}
+        measured = replace(measured, **peaks)
         group.leave()
     except Exception as e:  # whatever it was, the one that measures must hear of it
         (folder / f"failed-{world.rank}.json").write_text(json.dumps([type(e).__name__, str(e)]))

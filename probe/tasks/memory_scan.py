@@ -125,7 +125,7 @@ def _slow(memory: Memory, blocks: list[tuple[object, int]], normal: dict[int, fl
     """Seconds per byte of the first block whose passes have all collapsed, newest first; None if there is none. A pass
     that looks slow is tried again, since a desktop draws now and then."""
     for block, size in reversed(blocks):
-        times = []
+        times: list[float] = []
         while len(times) < TRIES:
             times.append(memory.pass_s(block))
             if times[-1] <= COLLAPSE * normal[size]:

@@ -15,8 +15,7 @@ from trainer.run.timing import StepTimer
 
 WARMUP_STEPS = 3
 WINDOW_S = 0.5, 5.0
-"""Least length of a window in short soaks, whose 60th part it is between the two, and in those of 5 minutes and more. The
-parent looks at what it is told only in a pause of a quarter of a second."""
+"""Least length of a window in short soaks, whose 60th part it is between the two, and in those of 5 minutes and more."""
 GROWTH = 0.01
 """A window is this part of the time so far at least: a day has some 600."""
 LOOK_EVERY_S = 1.0

@@ -30,6 +30,8 @@ START_S = 120
 PRELOADED = "probe.tasks.measure_cell"
 """What a process that stands ready has imported."""
 
+_environment_lock = threading.Lock()
+"""The environment is the whole process's, and two processes may be started at once by two threads."""
 PACKAGES = Path(__file__).parents[2]
 """The folder that our packages lie in."""
 
@@ -44,13 +46,14 @@ def child_environment() -> dict[str, str]:
 @contextlib.contextmanager
 def _environment_of_children() -> Iterator[dict[str, str | None]]:
     """Sets them while a process is started; gives what was there before, for the child to put back."""
-    new = child_environment()
-    before = {name: os.environ.get(name) for name in new}
-    os.environ.update(new)
-    try:
-        yield before
-    finally:
-        _set_variables(before)
+    with _environment_lock:
+        new = child_environment()
+        before = {name: os.environ.get(name) for name in new}
+        os.environ.update(new)
+        try:
+            yield before
+        finally:
+            _set_variables(before)
 
 
 def _set_variables(values: dict[str, str | None]) -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from helpers.made import ROOT
 
-from probe.cell import Cell, shape
+from probe.cell import Cell
 from probe.estimate import step_script
-from probe.estimate.allocator import Allocator
-from probe.estimate.peak import CardMemory, estimate
+from probe.estimate.allocator import Allocator, Block
+from probe.estimate.peak import CardMemory, estimate, model_of
 
 pytestmark = pytest.mark.gpu
 
@@ -20,26 +20,26 @@ import json, sys
 import torch
 torch.cuda.init()
 torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=1_000_000)
-from probe.cell import Cell, shape
-from probe.measure import fed
+from probe.cell import Cell
+from probe.tasks.measure_cell import LR, random_feed
+from spillcliff.hardware.device import synchronize
 from trainer.config import OptimizerConfig, clip_for
-from trainer.device import synchronize
-from trainer.pace import Pace
-from trainer.step import TrainStep
+from trainer.run.step import TrainStep
+from trainer.run.timing import StepTimer
 
-cell, where = Cell(*json.loads(sys.argv[1])), torch.device("cuda", 0)
-step = TrainStep(shape(cell), cell.step, OptimizerConfig(1e-5, clip=clip_for(cell.step)), where)
-window, tokens = fed(cell, where)
-pace = Pace(step)
-step.evaluate(window)
-synchronize(where)
+cell, device = Cell.from_json(json.loads(sys.argv[1])), torch.device("cuda", 0)
+step = TrainStep(cell.config, cell.step, OptimizerConfig(LR, clip=clip_for(cell.step)), device)
+evaluated, batches = random_feed(cell, device)
+timer = StepTimer(step)
+step.evaluate(evaluated)
+synchronize(device)
 for _ in range(3):
-    pace.run(next(tokens), 1e-5)
-pace.drain()
-step.evaluate(window)
-synchronize(where)
-pace.run(next(tokens), 1e-5)
-pace.drain()
+    timer.run(next(batches), LR)
+timer.drain()
+step.evaluate(evaluated)
+synchronize(device)
+timer.run(next(batches), LR)
+timer.drain()
 streams, rows = {}, []
 for e in torch.cuda.memory._snapshot()["device_traces"][0]:
     if e["action"] != "free_requested":
@@ -47,30 +47,30 @@ for e in torch.cuda.memory._snapshot()["device_traces"][0]:
 s = torch.cuda.memory_stats()
 print(json.dumps([rows, s["allocated_bytes.all.peak"], s["reserved_bytes.all.peak"]]))
 """
-CELLS = [Cell("1M", 2, 100, vocab=500), Cell("10M", 3, 256), Cell("10M", 3, 600, 2, "eager", "elementwise"),
-         Cell("10M", 2, 256, 2, "eager", "block"), Cell("10M", 2, 256, update="backward"),
-         Cell("10M", 3, 256, 2, "graph"), Cell("10M", 2, 200, 2, "graph", "block")]
+CELLS = [Cell.of("1M", 2, 100, vocab=500), Cell.of("10M", 3, 256), Cell.of("10M", 3, 600, 2, recompute="elementwise"),
+         Cell.of("10M", 2, 256, 2, recompute="block"), Cell.of("10M", 2, 256, update="backward"),
+         Cell.of("10M", 3, 256, 2, engine="graph"), Cell.of("10M", 2, 200, 2, engine="graph", recompute="block")]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_the_history_is_the_script_and_the_model_chooses_alike(cell):
-    fields = [getattr(cell, f) for f in Cell.__dataclass_fields__]
-    done = subprocess.run([sys.executable, "-c", CHILD, json.dumps(fields)], capture_output=True, text=True, cwd=ROOT,
+def test_the_history_is_the_script_and_the_model_chooses_alike(cell: Cell) -> None:
+    done = subprocess.run([sys.executable, "-c", CHILD, json.dumps(cell.to_json())], capture_output=True, text=True, cwd=ROOT,
                           timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     history, allocated, reserved = json.loads(done.stdout.splitlines()[-1])
     card = CardMemory.of({"kind": "cuda", "capability": torch.cuda.get_device_capability(0)})
-    script = step_script.script(shape(cell), cell.step, card.workspace_bytes)
+    script = step_script.script(model_of(cell), cell.step, card.workspace_bytes)
     phases = [*script.start, *script.evaluation, *script.record, *script.step * 3, *script.evaluation, *script.step]
 
     segments = iter([row for row in history if row[0] == "segment_alloc"])
 
-    def place(size):
+    def place(size: int) -> int:
         _, address, true_size, _ = next(segments)
         assert size == true_size
         return address
 
-    model, alive, peak = Allocator(place), {}, 0
+    model, peak = Allocator(place), 0
+    alive: dict[int, Block] = {}
     real = iter([row for row in history if row[0] in ("alloc", "free_completed")])
     for phase in phases:
         if phase.empties:

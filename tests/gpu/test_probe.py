@@ -1,13 +1,17 @@
 """On a card: a cell that can't be allocated is a record and the next one runs; the process's claim covers its context."""
 
 import json
+import subprocess
+from collections.abc import Callable
 
 import pytest
 
 pytestmark = pytest.mark.gpu
 
+Command = Callable[..., subprocess.CompletedProcess[str]]
 
-def test_out_of_memory_is_a_record_and_the_grid_goes_on(command):
+
+def test_out_of_memory_is_a_record_and_the_grid_goes_on(command: Command) -> None:
     done = command("probe", "grid", "--model", "10M", "--batch", "100000,1", "--accum", "1",
                    "--length", "256", "--seconds", "2", "--every-cell", "--json")
     assert done.returncode == 0, done.stderr
@@ -20,7 +24,7 @@ def test_out_of_memory_is_a_record_and_the_grid_goes_on(command):
     assert small["readings"]["clock_mhz"] > 0
 
 
-def test_a_limit_stops_larger_cells(command):
+def test_a_limit_stops_larger_cells(command: Command) -> None:
     done = command("probe", "grid", "--model", "10M", "--batch", "8,64,128", "--length", "256", "--seconds", "1", "--limit",
                    "1500MB", "--json")
     cells = json.loads(done.stdout)["cells"]

@@ -14,15 +14,21 @@ from torch.utils._pytree import tree_leaves
 from probe.cell import Cell
 from probe.estimate import operations, step_script
 from probe.estimate.allocation_trace import PARTS
-from probe.estimate.peak import COMPILE_MARGIN, CardMemory, estimate
+from probe.estimate.peak import CardMemory, estimate
 from probe.records import load
 from trainer.config import ModelConfig, OptimizerConfig, StepConfig, clip_for
 from trainer.model import layers, loss
 from trainer.run.step import TrainStep
-from trainer.run.timing import Pace
+from trainer.run.timing import StepTimer
 
 H200 = CardMemory.of({"kind": "cuda", "capability": [9, 0]})
 SAMPLE = json.loads((SAMPLES / "peaks.json").read_text())
+
+
+def cell_of_row(row: list) -> Cell:
+    """The cell that a row of peaks.json begins with."""
+    model, batch, length, accum, engine, recompute, vocab, update = row[:8]
+    return Cell.of(model, batch, length, accum, vocab=vocab, engine=engine, recompute=recompute, update=update)
 
 
 class Trace(TorchDispatchMode):
@@ -81,14 +87,14 @@ def traced(model, step) -> list:
             patch.setattr(module, "norm_backward", lambda d, x, rstd, gain: (torch.empty_like(x), torch.empty_like(gain)))
         train = TrainStep(model, step, OptimizerConfig(1e-5, clip=clip_for(step)), torch.device("cpu"))
         tokens = torch.zeros((step.accum, step.batch, step.length + 1), dtype=torch.int32)
-        pace = Pace(train)
+        timer = StepTimer(train)
         trace.sweep()
         start = trace._made
         trace.events.clear()
         train.evaluate(tokens[0])
         for _ in range(2):
-            pace.run(tokens, 1e-5)
-        pace.drain()
+            timer.run(tokens, 1e-5)
+        timer.drain()
         trace.sweep()
     torch.set_num_threads(threads)
     return [(sign, value - start if sign == "-" else value) for sign, value in trace.events]
@@ -151,10 +157,10 @@ def test_measured_peaks_of_an_h200(monkeypatch):
     """64 cells that were measured after the estimate was made. One is off by 0.53% of its allocated bytes, 5 MiB. They were
     measured with one step's tokens made on the card, without the stream and the buffers that a run copies them with."""
     card = dataclasses.replace(H200, context_bytes=678 << 20, graph_bytes=68 << 20)
-    monkeypatch.setattr(step_script._Process, "feed", lambda p: p.tape.take(p._config.accum * p._window))
+    monkeypatch.setattr(step_script._Process, "feed", lambda p: p.trace.take(p._config.accum * p._window))
     errors = {"allocated_bytes": [], "reserved_bytes": [], "device_bytes": []}
     for row in SAMPLE["peaks"]:
-        got = estimate(Cell(*row[:8]), card)
+        got = estimate(cell_of_row(row), card)
         for name, measured in zip(errors, row[8:], strict=True):
             errors[name].append(abs(getattr(got, name) / measured - 1))
     assert len(SAMPLE["peaks"]) == 64
@@ -165,27 +171,27 @@ def test_measured_peaks_of_an_h200(monkeypatch):
 
 @pytest.mark.parametrize("row", SAMPLE["processor_peaks"], ids=lambda row: " ".join(map(str, row[:8])))
 def test_measured_peaks_of_a_processor(row):
-    assert estimate(Cell(*row[:8]), CardMemory.of({"kind": "cpu"})).device_bytes == pytest.approx(row[8], rel=0.1)
+    assert estimate(cell_of_row(row), CardMemory.of({"kind": "cpu"})).device_bytes == pytest.approx(row[8], rel=0.1)
 
 
 # from results/nvidia-h200/step.txt, in GB
 @pytest.mark.parametrize(("batch", "length", "allocated", "reserved", "device"), [
     (1, 512, 2.288, 2.496, 3.280), (4, 512, 2.678, 3.978, 4.763), (16, 1024, 15.920, 17.576, 18.361)])
 def test_compile_is_within_its_margin(batch, length, allocated, reserved, device):
-    got = estimate(Cell("138M", batch, length, engine="compile"), H200)
+    got = estimate(Cell.of("138M", batch, length, engine="compile"), H200)
     for bytes_, measured in ((got.allocated_bytes, allocated), (got.reserved_bytes, reserved), (got.device_bytes, device)):
-        assert bytes_ / 1e9 == pytest.approx(measured, rel=COMPILE_MARGIN)
+        assert bytes_ / 1e9 == pytest.approx(measured, rel=0.1)
 
 
-CELLS = [Cell("10M", 4, 256), Cell("10M", 4, 256, engine="graph"), Cell("10M", 4, 256, recompute="block"),
-         Cell("10M", 4, 256, accum=2, engine="graph", recompute="elementwise"), Cell("10M", 2, 64, update="backward"),
-         Cell("50M", 1, 128, vocab=500), Cell("1M", 3, 100)]
+CELLS = [Cell.of("10M", 4, 256), Cell.of("10M", 4, 256, engine="graph"), Cell.of("10M", 4, 256, recompute="block"),
+         Cell.of("10M", 4, 256, accum=2, engine="graph", recompute="elementwise"), Cell.of("10M", 2, 64, update="backward"),
+         Cell.of("50M", 1, 128, vocab=500), Cell.of("1M", 3, 100)]
 
 
 @pytest.mark.parametrize("card", [H200, CardMemory.of({"kind": "cpu"})], ids=["card", "processor"])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_the_peak_is_the_largest_moment_and_the_sum_of_its_parts(cell, card):
-    if card.kind == "cpu" and cell.engine != "eager":
+    if card.kind == "cpu" and cell.step.engine != "eager":
         pytest.skip("a processor has no graphs")
     got = estimate(cell, card)
     assert sum(got.parts.values()) == got.device_bytes and min(got.parts.values()) >= 0
@@ -196,7 +202,7 @@ def test_the_peak_is_the_largest_moment_and_the_sum_of_its_parts(cell, card):
 
 
 def test_weights_and_optimizer_are_counted_in_full():
-    parts = estimate(Cell("50M", 8, 256), H200).parts
+    parts = estimate(Cell.of("50M", 8, 256), H200).parts
     weights = 4 * ModelConfig.named("50M").parameters
     assert weights < parts["weights"] < 1.001 * weights  # and the angles
     assert 2 * weights < parts["optimizer"] < 2.001 * weights
@@ -204,7 +210,7 @@ def test_weights_and_optimizer_are_counted_in_full():
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_more_batch_takes_more(cell):
-    got = [estimate(dataclasses.replace(cell, batch=batch), H200) for batch in (1, 4, 16, 64)]
+    got = [estimate(cell.with_step(batch=batch), H200) for batch in (1, 4, 16, 64)]
     for field in ("allocated_bytes", "device_bytes"):
         values = [getattr(e, field) for e in got]
         assert values == sorted(values) and values[0] < values[-1]
@@ -212,18 +218,18 @@ def test_more_batch_takes_more(cell):
 
 @pytest.mark.parametrize("engine", ["eager", "graph"])
 def test_accumulation_past_two_costs_its_tokens_alone(engine):
-    two, four = (estimate(Cell("10M", 4, 256, accum, engine), H200) for accum in (2, 4))
+    two, four = (estimate(Cell.of("10M", 4, 256, accum, engine=engine), H200) for accum in (2, 4))
     assert 0 <= four.allocated_bytes - two.allocated_bytes <= 4 * 4 * 257 * 4
     assert four.reserved_bytes - two.reserved_bytes in (0, 2 << 20)
 
 
 def test_updates_in_the_backward_pass_leave_fewer_gradients():
-    after, backward = (estimate(Cell("50M", 1, 64, recompute="block", update=u), H200) for u in ("after", "backward"))
+    after, backward = (estimate(Cell.of("50M", 1, 64, recompute="block", update=u), H200) for u in ("after", "backward"))
     assert backward.parts["gradients"] < after.parts["gradients"] and backward.device_bytes < after.device_bytes
 
 
 def test_recomputing_takes_less_where_activations_count():
-    none, elementwise, block = (estimate(Cell("50M", 8, 512, recompute=r), H200).allocated_bytes
+    none, elementwise, block = (estimate(Cell.of("50M", 8, 512, recompute=r), H200).allocated_bytes
                                 for r in ("none", "elementwise", "block"))
     assert none > elementwise > block
 
@@ -232,6 +238,6 @@ def test_a_card_s_own_figures_win_and_say_so():
     measured = CardMemory.of({"kind": "cuda", "capability": [6, 1], "memory": {"context_bytes": 5, "other": 1}})
     assert measured.measured and measured.context_bytes == 5 and measured.workspace_bytes == 8320 << 10
     assert not H200.measured and H200.workspace_bytes == 32 << 20
-    smaller = estimate(Cell("10M", 4, 256), measured)
+    smaller = estimate(Cell.of("10M", 4, 256), measured)
     assert smaller.device_bytes == smaller.reserved_bytes + 5
-    assert smaller.reserved_bytes < estimate(Cell("10M", 4, 256), H200).reserved_bytes
+    assert smaller.reserved_bytes < estimate(Cell.of("10M", 4, 256), H200).reserved_bytes

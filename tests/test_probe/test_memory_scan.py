@@ -1,10 +1,10 @@
-"""The ballast probe on imitated memories: finds failure and collapse, believes no single slow pass, gives all back."""
+"""The memory scan on imitated memories: finds failure and collapse, believes no single slow pass, gives all back."""
 
 import itertools
 
 import pytest
 
-from probe.tasks.memory_scan import FINEST_BYTES, Found, block_size, find, reserve
+from probe.tasks.memory_scan import FINEST_BYTES, Scan, block_size, reserve, scan
 
 GB = 10**9
 MB = 2**20
@@ -16,31 +16,31 @@ class Imitated:
 
     def __init__(self, total, cap, how, evicts=False, hiccup=0):
         self.total, self.cap, self.how, self.evicts = total, cap, how, evicts
-        self.held, self.most, self._passes, self._hiccup = {}, 0, itertools.count(1), hiccup
+        self.taken, self.most, self._passes, self._hiccup = {}, 0, itertools.count(1), hiccup
         self._ids = itertools.count()
 
     def take(self, size):
-        if self.how == "fails" and sum(self.held.values()) + size > self.cap:
+        if self.how == "fails" and sum(self.taken.values()) + size > self.cap:
             return None
         block = next(self._ids)
-        self.held[block] = size
-        self.most = max(self.most, sum(self.held.values()))
+        self.taken[block] = size
+        self.most = max(self.most, sum(self.taken.values()))
         return block
 
     def give(self, block):
-        self.held.pop(block, None)
+        self.taken.pop(block, None)
 
     def pass_s(self, block):
-        spilled = sum(self.held.values()) - self.cap
-        order = list(self.held) if self.evicts else list(self.held)[::-1]
+        spilled = sum(self.taken.values()) - self.cap
+        order = list(self.taken) if self.evicts else list(self.taken)[::-1]
         slow = False
         for b in order:  # those that lie outside the card
             if spilled <= 0:
                 break
             slow |= b == block
-            spilled -= self.held[b]
+            spilled -= self.taken[b]
         slow |= bool(self._hiccup) and next(self._passes) % self._hiccup == 0
-        return 5e-6 + 2 * self.held[block] / (12e9 if slow else 192e9)
+        return 5e-6 + 2 * self.taken[block] / (12e9 if slow else 192e9)
 
 
 @pytest.mark.parametrize("total", [2 * GB, 6 * 2**30, 24 * 2**30, 141 * GB])
@@ -49,52 +49,52 @@ class Imitated:
 def test_the_cliff_is_found_to_the_finest_block(total, share, how, kind):
     cap = int(total * share)
     memory = Imitated(total, cap, how)
-    found = find(memory, total, int(total * 0.99), lambda held: None)
-    assert found.kind == kind
-    assert cap - FINEST_BYTES <= found.fast_bytes <= cap < found.bad_bytes <= found.fast_bytes + 2 * FINEST_BYTES
-    assert not memory.held
+    result = scan(memory, total, int(total * 0.99), lambda taken: None)
+    assert result.kind == kind
+    assert cap - FINEST_BYTES <= result.fast_bytes <= cap < result.bad_bytes <= result.fast_bytes + 2 * FINEST_BYTES
+    assert not memory.taken
 
 
 def test_a_driver_that_moves_older_blocks_out_is_seen_too():
     memory = Imitated(6 * GB, 5 * GB, "spills", evicts=True)
-    found = find(memory, 6 * GB, 6 * GB)
-    assert found.kind == "collapse" and 5 * GB - 2 * FINEST_BYTES <= found.fast_bytes <= 5 * GB
-    assert found.slow_s > 10 * found.fast_s
+    result = scan(memory, 6 * GB, 6 * GB)
+    assert result.kind == "collapse" and 5 * GB - 2 * FINEST_BYTES <= result.fast_bytes <= 5 * GB
+    assert result.slow_s > 10 * result.fast_s
 
 
 def test_a_reserve_is_never_touched():
     """A desktop must still draw: 2% of the card, and no less than 128 MB, of what was free."""
     memory = Imitated(6 * GB, 7 * GB, "spills")
-    found = find(memory, 6 * GB, 5 * GB)
-    assert found.kind == "reserve" and found.bad_bytes is None and found.slow_s is None
-    assert memory.most <= 5 * GB - reserve(6 * GB) and found.fast_bytes > 5 * GB - reserve(6 * GB) - FINEST_BYTES
+    result = scan(memory, 6 * GB, 5 * GB)
+    assert result.kind == "reserve" and result.bad_bytes is None and result.slow_s is None
+    assert memory.most <= 5 * GB - reserve(6 * GB) and result.fast_bytes > 5 * GB - reserve(6 * GB) - FINEST_BYTES
     assert reserve(2 * GB) == 128 * MB and reserve(100 * GB) == 2 * GB
 
 
 def test_single_slow_passes_are_no_cliff():
-    found = find(Imitated(6 * GB, 5 * GB, "fails", hiccup=7), 6 * GB, 6 * GB)
-    assert found.kind == "failure" and found.fast_bytes >= 5 * GB - FINEST_BYTES
+    result = scan(Imitated(6 * GB, 5 * GB, "fails", hiccup=7), 6 * GB, 6 * GB)
+    assert result.kind == "failure" and result.fast_bytes >= 5 * GB - FINEST_BYTES
 
 
 def test_everything_is_given_back_when_it_is_cut_short():
     memory = Imitated(6 * GB, 5 * GB, "fails")
 
-    def stop(held):
-        if held > GB:
+    def stop(taken):
+        if taken > GB:
             raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
-        find(memory, 6 * GB, 6 * GB, stop)
-    assert not memory.held
+        scan(memory, 6 * GB, 6 * GB, stop)
+    assert not memory.taken
 
 
 def test_a_card_without_room_for_one_block_is_an_error_and_a_full_one_has_no_fast_bytes():
     with pytest.raises(MemoryError):
-        find(Imitated(6 * GB, 10 * MB, "fails"), 6 * GB, 6 * GB)
-    assert find(Imitated(6 * GB, 5 * GB, "fails"), 6 * GB, 100 * MB) == Found("reserve", 0, None, pytest.approx(
+        scan(Imitated(6 * GB, 10 * MB, "fails"), 6 * GB, 6 * GB)
+    assert scan(Imitated(6 * GB, 5 * GB, "fails"), 6 * GB, 100 * MB) == Scan("reserve", 0, None, pytest.approx(
         1e-11, rel=0.1), None)
 
 
 def test_few_passes_are_enough_on_any_card():
-    """Passes over everything held grow with the square of the number of blocks."""
+    """Passes over everything taken grow with the square of the number of blocks."""
     for total in (2 * GB, 6 * GB, 12 * GB, 141 * GB):
         assert 64 <= total / block_size(total) < 128 or block_size(total) == FINEST_BYTES

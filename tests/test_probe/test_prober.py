@@ -1,26 +1,39 @@
 """The prober's commands in real processes on this processor: somebody's own step, two grids at once, bad input, tables."""
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from helpers.made import MODULES, ROOT, make_cliff, make_record, write_records
+import torch
+from helpers.made import make_cliff, make_record, write_records
 
+from probe.cell import Cell
 from probe.cliff import Cliff
+from probe.grid.session import find_cliff
 from probe.records import load
+from probe.store import only_probe_on
+from probe.tasks.custom_step import CustomStep
+from probe.tasks.table import CheckCustomStep
+from probe.tasks.worker import Workers
 from spillcliff.errors import UserError
+from spillcliff.hardware.device import device_facts
 
+Command = Callable[..., subprocess.CompletedProcess[str]]
 OWN = '''
 import torch
+import probe
 
 def make_step(batch, length, device):
-    model = torch.nn.Sequential(torch.nn.Embedding(100, 16), torch.nn.Linear(16, 100)).to(device)
+    model = torch.nn.Sequential(torch.nn.Embedding(100, probe.WIDTH), torch.nn.Linear(probe.WIDTH, 100)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = torch.randint(100, (batch, length), device=device)
 
     def step():
+        import probe
+        assert probe.WIDTH == 16
         loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
         loss.backward()
         optimizer.step()
@@ -32,52 +45,82 @@ def breaks(batch, length, device):
         raise RuntimeError("CUDA error: out of memory")
     return make_step(batch, length, device)
 
+def returns_nothing(batch, length, device):
+    pass
+
 number = 5
 '''
-STEP_GRID = ("grid", "--batch", "1,2,3", "--length", "8", "--seconds", "1", "--every-cell", "--device", "cpu")
+STEP_GRID = ("grid", "--batch", "1,3", "--length", "8", "--seconds", "1", "--every-cell", "--device", "cpu")
 
 
-def test_somebodys_own_step_is_measured_and_judged_alike(command, tmp_path):
-    (tmp_path / "mine.py").write_text(OWN)
-    done = command("probe", *STEP_GRID, "--step", "mine:breaks", "--json")
+def test_somebodys_own_step_is_measured_and_judged_alike(command: Command, tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their files may be called like our packages, and import each other."""
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as an installed command has it
+    (tmp_path / "trainer.py").write_text(OWN)
+    (tmp_path / "probe.py").write_text("WIDTH = 16\n")
+    done = command("probe", *STEP_GRID, "--step", "trainer:breaks", "--json")
     assert done.returncode == 0, done.stderr
-    first, second, third = json.loads(done.stdout)["cells"]
-    assert [c["status"] for c in (first, second, third)] == ["fits", "fits", "oom"] and first["model"] is None
-    assert first["cell"]["model"] == "mine:breaks" and second["tok_s"] > 0 and second["micro_s"] is None
+    small, large = json.loads(done.stdout)["cells"]
+    assert [c["status"] for c in (small, large)] == ["fits", "oom"] and small["model"] is None
+    assert small["cell"]["model"] == "trainer:breaks" and small["tok_s"] > 0 and small["micro_s"] is None
     refused = command("plan", "--corpus", "1M")
     assert refused.returncode == 3 and "--step" in refused.stderr
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    (("--step", "absent:make_step"), "absent"), (("--step", "mine:absent"), "no function 'absent'"),
-    (("--step", "mine:number"), "no function 'number'"),
-    (("--step", "mine:make_step", "--engine", "graph"), "--step has its own"),
-    (("--step", "mine:make_step", "--model", "1M"), "either"), ((), "either"),
-    (("--model", "mine:make_step"), "--model takes")])
-def test_a_step_that_cannot_be_is_told_before_anything_runs(refused, tmp_path, arguments, words):
-    (tmp_path / "mine.py").write_text(OWN)
+    (("--step", "trainer:make_step", "--engine", "graph"), "--step has its own"),
+    (("--step", "trainer:make_step", "--model", "1M"), "either"), ((), "either"),
+    (("--model", "trainer:make_step"), "--model takes"), (("--step", "trainer:number"), "no function 'number'")])
+def test_a_step_that_cannot_be_is_told_before_anything_runs(refused: Callable[..., str], tmp_path: Path, words: str,
+                                                            arguments: tuple[str, ...],
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    (tmp_path / "trainer.py").write_text(OWN)
+    (tmp_path / "probe.py").write_text("WIDTH = 16\n")
     assert words in refused(2, "probe", *STEP_GRID, *arguments)
     assert not list(tmp_path.glob("results/*/records.jsonl"))
 
 
-def test_a_second_grid_on_one_device_is_told(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    grid = [sys.executable, "-m", MODULES["probe"], "grid", "--model", "1M", "--vocab", "300", "--batch", "1", "--length",
-            "16", "--seconds", "20", "--device", "cpu"]
-    first = subprocess.Popen(grid, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        while "limit" not in (line := first.stdout.readline()) and "verdict" not in line:
-            assert line, "the first grid ended before it measured"
-        second = subprocess.run([*grid, "--results", "elsewhere"], cwd=tmp_path, env=environment, capture_output=True,
-                                text=True, timeout=120)
-    finally:
-        first.kill()
-        first.communicate()
-    assert second.returncode == 2 and "another probe is measuring" in second.stderr
+@pytest.fixture
+def in_folder_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is in a folder with steps.py, and is afterwards as before."""
+    (tmp_path / "steps.py").write_text(OWN.replace("import probe", "from types import SimpleNamespace\n"
+                                                   "probe = SimpleNamespace(WIDTH=16)", 1))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "steps", raising=False)
 
 
-def test_a_processor_has_no_cliff(refused):
-    assert "CUDA card" in refused(2, "probe", "cliff", "--device", "cpu")
+@pytest.mark.usefixtures("in_folder_of_steps")
+@pytest.mark.parametrize(("name", "words"), [
+    ("absent:make_step", "absent"), ("steps:absent", "no function 'absent'"), ("steps:number", "no function 'number'")])
+def test_a_step_that_is_not_there_is_told(name: str, words: str) -> None:
+    assert CheckCustomStep("steps:make_step").run(lambda progress: None)
+    with pytest.raises(UserError, match=words):
+        CheckCustomStep(name).run(lambda progress: None)
+
+
+@pytest.mark.usefixtures("in_folder_of_steps")
+def test_a_make_step_that_returns_no_step_is_told() -> None:
+    cell = Cell.of("steps:returns_nothing", 1, 8)
+    with pytest.raises(UserError, match="returned NoneType"):
+        CustomStep(cell, torch.device("cpu"))
+
+
+def test_a_second_probe_on_one_device_is_told(refused: Callable[..., str]) -> None:
+    """Whatever folder it keeps its results in."""
+    with only_probe_on(device_facts(torch.device("cpu"))):
+        line = refused(2, "probe", "grid", "--model", "1M", "--batch", "1", "--length", "16", "--device", "cpu", "--results",
+                       "elsewhere")
+    assert "another probe is measuring" in line
+    with only_probe_on(device_facts(torch.device("cpu"))):
+        pass
+
+
+def test_a_processor_has_no_cliff() -> None:
+    with Workers() as workers, pytest.raises(UserError, match="CUDA card"):
+        find_cliff(workers, "cpu", device_facts(torch.device("cpu")))
 
 
 def test_a_cliff_comes_back_as_it_was_saved_and_a_broken_one_is_named(tmp_path):

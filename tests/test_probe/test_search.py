@@ -4,13 +4,14 @@ import dataclasses
 import math
 import random
 import statistics
+from typing import Any
 
 import pytest
 from helpers.made import SAMPLES, make_record
 
 from probe.cell import Cell
 from probe.grid.search import best, left_out, next_cell, picks
-from probe.records import Record, load
+from probe.records import Record, Status, load
 from trainer.config import ModelConfig
 
 BATCHES, LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32), (256, 512, 1024)
@@ -19,7 +20,7 @@ MODEL = ModelConfig.named("150M")
 
 def cost_s(record: Record) -> float:
     """Seconds that a cell takes of a grid."""
-    if record.status == "timeout":
+    if record.status is Status.TIMEOUT:
         return 150.0
     return record.cell_s or (record.setup_s or 0) + sum(record.warmup_s[1:]) + sum(record.step_s) + 1.0
 
@@ -51,7 +52,7 @@ def made_up(seed: int, waves: str, bump: str) -> tuple[dict[Cell, Record], int |
     attention, static, per_token_bytes = r.uniform(0, 0.7) / 1024, between(0.4e9, 5e9), between(0.1e6, 1.5e6)
     width, most, setup_s = r.randint(3, 16), r.uniform(0.05, 0.3), r.uniform(0.5, 5)
     bumped, size = {b for b in BATCHES if r.random() < 0.35}, r.uniform(0.05, 0.15)
-    cells = [Cell("150M", b, n) for b in BATCHES for n in LENGTHS]
+    cells = [Cell.of("150M", b, n) for b in BATCHES for n in LENGTHS]
     peaks = {}
     for c in cells:
         peak = static + per_token_bytes * c.step.tokens
@@ -62,21 +63,21 @@ def made_up(seed: int, waves: str, bump: str) -> tuple[dict[Cell, Record], int |
     cap = max(r.choice([math.inf, 6e9, ordered[r.randint(1, 6)] * 1.03, ordered[r.randint(6, 29)] * 1.03]),
               1.03 * peaks[cells[0]])
     limit = None if r.random() < 0.4 else int(min(cap, 141e9))
-    fails = r.choice(["oom", "spills"])
+    fails = r.choice([Status.OOM, Status.SPILLS])
     full = {}
     for c in cells:
         up = math.ceil(c.batch / width) * width
         wave = {"none": 1.0, "wave": min(up / c.batch, 1 + most), "even": 1 + most * (up - c.batch) / width}[waves]
         step_s = max(floor_s, fixed_s + per_token * c.step.tokens * (1 + attention * c.length) * wave)
         step_s *= 1 + r.gauss(0, 0.005)
-        known = dict(schema=1, at="", cell=c, model=MODEL, device="made-up", setup_s=setup_s)
+        known: dict[str, Any] = dict(at="", cell=c, model=MODEL, device="made-up", setup_s=setup_s)
         if peaks[c] > cap:
-            slow = (3 * step_s,) * 3 if fails == "spills" else ()
+            slow = (3 * step_s,) * 3 if fails is Status.SPILLS else ()
             full[c] = Record(status=fails, warmup_s=slow, step_s=slow, **known)
         else:
             warm, timed = max(2, min(40, int(0.5 / step_s) + 7, int(3.3 / step_s))), max(5, min(r.choice([6, 7, 10, 30]),
                                                                                              int(6.7 / step_s)))
-            full[c] = Record(status="fits", warmup_s=(setup_s,) + (step_s,) * warm, device_peak_bytes=int(peaks[c]),
+            full[c] = Record(status=Status.FITS, warmup_s=(setup_s,) + (step_s,) * warm, device_peak_bytes=int(peaks[c]),
                              step_s=tuple(step_s * (1 + r.gauss(0, 0.005)) for _ in range(timed)), **known)
     return full, limit, {c: int(0.98 * (static + per_token_bytes * c.step.tokens)) for c in cells}
 
@@ -108,7 +109,7 @@ def test_a_measured_grid_loses_nothing(path):
 def smooth(b, n, cap=math.inf, **other) -> Record:
     """A cell of a card with a launch floor and a constant rate."""
     tokens, peak = b * n, 2.5e9 + 0.75e6 * b * n
-    fits = {} if peak <= cap else {"status": "spills", "step_s": (1.0,) * 3}
+    fits: dict[str, Any] = {} if peak <= cap else {"status": "spills", "step_s": (1.0,) * 3}
     return make_record(b, n, tok_s=tokens / max(0.035, tokens / 40_000), peak=peak, device="nvidia-h200", **(fits | other))
 
 
@@ -119,7 +120,7 @@ def plane(batches=BATCHES, lengths=LENGTHS, **options) -> dict[Cell, Record]:
 def test_it_starts_small_and_never_jumps_past_what_is_known():
     """A cell far past a card's memory makes a desktop hang."""
     order, _, _ = replay(plane(cap=6e9), None)
-    assert order[0] == Cell("150M", 1, 256)
+    assert order[0] == Cell.of("150M", 1, 256)
     largest = order[0].step.tokens
     for cell in order[1:]:
         assert cell.step.tokens <= 4 * largest
@@ -132,7 +133,7 @@ def test_a_pick_s_neighbours_are_measured_and_both_ends_where_they_may_win():
     pick = best([full[c] for c in order], None).cell
     at = BATCHES.index(pick.batch)
     for batch in BATCHES[max(0, at - 1):at + 2]:
-        assert Cell("150M", batch, pick.length) in order
+        assert Cell.of("150M", batch, pick.length) in order
 
 
 def test_what_is_predicted_far_over_the_limit_is_never_run():
@@ -140,7 +141,7 @@ def test_what_is_predicted_far_over_the_limit_is_never_run():
     order, _, _ = replay(full, int(5e9), predict=lambda c: int(2.5e9 + 0.75e6 * c.step.tokens))
     assert all(2.5e9 + 0.75e6 * c.step.tokens <= 1.1 * 5e9 for c in order)
     left = left_out(list(full), {c: full[c] for c in order}, int(5e9), lambda c: int(2.5e9 + 0.75e6 * c.step.tokens))
-    assert "over the 5.0 GB limit" in left[Cell("150M", 32, 1024)]
+    assert "over the 5.0 GB limit" in left[Cell.of("150M", 32, 1024)]
 
 
 def test_few_hopeless_cells_are_run():
@@ -162,14 +163,14 @@ def test_where_the_smallest_alone_fits_no_cell_larger_than_a_failed_one_is_run(l
 
 
 def test_nothing_fits():
-    full = {c: dataclasses.replace(r, status="oom", step_s=()) for c, r in plane().items()}
+    full = {c: dataclasses.replace(r, status=Status.OOM, step_s=()) for c, r in plane().items()}
     order, _, _ = replay(full, None)
     assert len(order) <= 3 and best(full.values(), None) is None
 
 
 def test_a_dead_or_disturbed_cell_is_a_record_and_the_search_goes_on():
-    for status in ("crashed", "contended"):
-        for sick in (Cell("150M", 4, 512), Cell("150M", 1, 256)):
+    for status in (Status.CRASHED, Status.CONTENDED):
+        for sick in (Cell.of("150M", 4, 512), Cell.of("150M", 1, 256)):
             full = plane(cap=9e9)
             full[sick] = dataclasses.replace(full[sick], status=status, step_s=())
             assert replay(full, None)[2] <= 0.01
@@ -194,7 +195,7 @@ def test_a_grid_goes_on_from_any_part_of_itself():
 def test_somebodys_own_step_is_searched_without_a_shape():
     full = {}
     for c, r in plane(cap=7e9).items():
-        own = Cell("mine:step", c.batch, c.length)
+        own = Cell.of("mine:step", c.batch, c.length)
         full[own] = dataclasses.replace(r, cell=own, model=None)
     assert replay(full, None)[2] <= 0.01
 

@@ -11,11 +11,13 @@ import pytest
 from helpers.made import ROOT, make_record
 
 from probe.cell import Cell
-from probe.records import STATUSES, load
-from probe.show.heatmap import BEYOND, NARROWEST, STATUS_WORDS, SUMMARY_HEAD, CellMap, Series, lines, series_of, summary
+from probe.records import BEYOND, Record, Status, load
+from probe.show.heatmap import STATUS_WORDS, CellMap, series_of, series_title
+from probe.show.text import NARROWEST, SUMMARY_HEAD, map_lines, summary
 from spillcliff.errors import UserError
 
 LIMIT = 5_000_000_000
+FAILURES = [status for status in Status if status is not Status.FITS]
 H200 = load(ROOT / "results" / "nvidia-h200" / "records.jsonl")
 WIDTHS = (NARROWEST, 40, 60, 80, 132)
 
@@ -46,7 +48,7 @@ def scattered(seed, batches, lengths):
     """Any status at any place, a fifth never run, some without a peak: what no card does and every map must bear."""
     rng = random.Random(seed)
     records = [make_record(b, n, tok_s=10 ** rng.uniform(-1, 7), peak=10 ** rng.uniform(8, 10.5)) if rng.random() < 0.5
-               else failed(b, n, rng.choice(STATUSES[1:])) for b in batches for n in lengths if rng.random() < 0.8]
+               else failed(b, n, rng.choice(FAILURES)) for b in batches for n in lengths if rng.random() < 0.8]
     records = records or [make_record(batches[0], lengths[0])]
     return [dataclasses.replace(r, device_peak_bytes=None) if rng.random() < 0.1 else r for r in records]
 
@@ -56,10 +58,10 @@ GRIDS = {
     "10x3": rising((1, 2, 4, 6, 8, 12, 16, 24, 32, 64), (256, 512, 1024)),
     "3x10": rising((1, 2, 4), [128 * 2**i for i in range(10)]),
     "12x6": rising((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64), (128, 256, 512, 1024, 2048, 4096), skip=False),
-    "all failed": [failed(b, n, s) for (b, n), s in zip(((b, n) for b in (1, 2) for n in (256, 512, 1024)), STATUSES[1:],
+    "all failed": [failed(b, n, s) for (b, n), s in zip(((b, n) for b in (1, 2) for n in (256, 512, 1024)), FAILURES,
                                                       strict=True)],
     "no peaks": [make_record(b, 512, tok_s=b * 1000, device_peak_bytes=None) for b in (1, 2, 4)],
-    "h200": H200, "a long name": [dataclasses.replace(make_record(), cell=Cell("m\u00f6del\n" * 40, 2**31 - 1, 2**31 - 1))],
+    "h200": H200, "a long name": [dataclasses.replace(make_record(), cell=Cell.of("m\u00f6del\n" * 40, 2**31 - 1, 2**31 - 1))],
     "huge figures": [make_record(tok_s=1e250, peak=1e250)],
     **{f"scattered {i}": scattered(i, range(1, i + 2), [64 * n for n in range(1, 14 - i)]) for i in range(10)}}
 each_grid = pytest.mark.parametrize("records", GRIDS.values(), ids=GRIDS)
@@ -69,7 +71,7 @@ each_grid = pytest.mark.parametrize("records", GRIDS.values(), ids=GRIDS)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("bounds", [(None, None), (LIMIT, None), (LIMIT, 3_000_000_000)])
 def test_no_line_is_wider_than_the_terminal_nor_anything_but_ascii(records, width, bounds):
-    shown = lines(records, *bounds, width)
+    shown = map_lines(records, *bounds, width)
     assert max(map(len, shown)) <= width
     text = "\n".join(shown)
     assert text.isascii() and text.replace("\n", "").isprintable()
@@ -134,7 +136,7 @@ def expected_edges(records, limit):
 def test_the_line_is_exactly_between_what_fits_and_what_does_not(records, width):
     if any(len(str(r.cell.length)) > 6 for r in records):
         records = [make_record()]
-    _, upright, level = read(lines(records, LIMIT, None, width))
+    _, upright, level = read(map_lines(records, LIMIT, None, width))
     uprights, levels = expected_edges(records, LIMIT)
     assert upright == {(half, *at) for at in uprights for half in (False, True)}
     assert level == {(half, *at) for at in levels for half in (False, True)}
@@ -142,7 +144,7 @@ def test_the_line_is_exactly_between_what_fits_and_what_does_not(records, width)
 
 def test_the_line_as_it_is_drawn():
     records = rising((1, 2, 4, 8), (256, 512, 1024, 2048))
-    assert lines(records, LIMIT, None) == """\
+    assert map_lines(records, LIMIT, None) == """\
 150M, eager, recompute none, accumulation 1
 
         tok/s at length                       peak GB at length
@@ -179,7 +181,7 @@ def test_a_failure_that_is_not_for_memory_claims_no_side(status):
     (None, 4_500_000_000, (2,), "! over the 4.5 GB cliff"), (LIMIT, 3_500_000_000, (1, 2), "! over the 3.5 GB cliff"),
     (3_500_000_000, LIMIT, (1, 2), "! over the 3.5 GB limit"), (4_000_000_000, None, (2,), "! over the 4.0 GB limit")])
 def test_peaks_over_the_lower_bound_are_marked_and_the_pick_is_under_it(limit, cliff, over, words):
-    shown = lines([make_record(3, 512, tok_s=1, peak=1e9), make_record(1, 512, tok_s=1000, peak=4e9),
+    shown = map_lines([make_record(3, 512, tok_s=1, peak=1e9), make_record(1, 512, tok_s=1000, peak=4e9),
                    make_record(2, 512, tok_s=2000, peak=5e9)], limit, cliff)
     pick = next(b for b in (2, 1, 3) if b not in over)
     for cells in read(shown)[0]:
@@ -191,9 +193,9 @@ def test_peaks_over_the_lower_bound_are_marked_and_the_pick_is_under_it(limit, c
 
 @pytest.mark.parametrize("width", (40, 80))
 def test_each_status_has_its_word_and_never_run_another(width):
-    assert set(STATUS_WORDS) == set(STATUSES) - {"fits"} and set(BEYOND) < set(STATUS_WORDS)
-    statuses = STATUSES[1:]
-    shown = lines([make_record(1, 256)] + [failed(b, 512, s) for b, s in enumerate(statuses, 1)], LIMIT, None, width)
+    assert set(STATUS_WORDS) == set(FAILURES) and set(BEYOND) < set(STATUS_WORDS)
+    statuses = FAILURES
+    shown = map_lines([make_record(1, 256)] + [failed(b, 512, s) for b, s in enumerate(statuses, 1)], LIMIT, None, width)
     for cells in read(shown)[0]:
         assert [cells[b, 512] for b in range(1, 7)] == list(statuses)
         assert {cells[b, 256] for b in range(2, 7)} == {"-"} and cells[1, 256] not in ("-", *statuses)
@@ -203,39 +205,39 @@ def test_each_status_has_its_word_and_never_run_another(width):
 
 def test_a_device_without_a_peak_says_so_and_nothing_is_over():
     records = GRIDS["no peaks"]
-    maps, _, _ = read(lines(records, LIMIT, None))
+    maps, _, _ = read(map_lines(records, LIMIT, None))
     assert [maps[1][b, 512] for b in (1, 2, 4)] == ["n/a", "n/a", "n/a*"]
-    assert any("n/a: " in line for line in lines(records, LIMIT, None))
+    assert any("n/a: " in line for line in map_lines(records, LIMIT, None))
 
 
 def test_throughput_is_shortened_before_anything_is_split():
     records = [make_record(b, n, tok_s=12_345) for b in (1, 2) for n in (256, 512, 1024, 2048, 4096)]
-    assert "12,345" in "\n".join(lines(records, LIMIT, None, 80))
-    narrow = lines(records, LIMIT, None, 50)
+    assert "12,345" in "\n".join(map_lines(records, LIMIT, None, 80))
+    narrow = map_lines(records, LIMIT, None, 50)
     assert "12.3k" in "\n".join(narrow) and "12,345" not in "\n".join(narrow)
     assert sum(line.startswith("batch") for line in narrow) == 2
-    assert sum(line.startswith("batch") for line in lines(records, LIMIT, None, 30)) == 4
+    assert sum(line.startswith("batch") for line in map_lines(records, LIMIT, None, 30)) == 4
 
 
 def test_nothing_to_show_is_told():
     with pytest.raises(UserError, match="probe grid"):
-        lines([], LIMIT, None)
+        map_lines([], LIMIT, None)
 
 
 def test_series_hold_the_newest_record_of_each_cell_in_order_of_appearance():
     old, graph, new = make_record(1, tok_s=1), make_record(1, engine="graph"), make_record(1, tok_s=2)
-    backward = dataclasses.replace(old, cell=Cell("150M", 1, 512, vocab=50_257, update="backward"))
+    backward = dataclasses.replace(old, cell=Cell.of("150M", 1, 512, vocab=50_257, update="backward"))
     other = make_record(2, 256)
     found = series_of([old, graph, backward, other, new])
     assert list(found.values()) == [[new, other], [graph], [backward]]
-    assert [s.title for s in found] == [
+    assert [series_title(series) for series in found] == [
         "150M, eager, recompute none, accumulation 1", "150M, graph, recompute none, accumulation 1",
         "150M, eager, recompute none, accumulation 1, vocabulary 50,257, update backward"]
-    assert next(iter(found)) == Series("150M", 32_000, 1, "eager", "none", "after") == Series.of(new.cell)
+    assert next(iter(found)) == new.cell.series
 
 
 def test_a_summary_has_a_row_for_each_series_the_one_measured_last_at_the_end():
-    backward = Cell("150M", 1, 512, vocab=50_257, update="backward", recompute="block")
+    backward = Cell.of("150M", 1, 512, vocab=50_257, update="backward", recompute="block")
     records = [make_record(1, tok_s=900), dataclasses.replace(make_record(), cell=backward),
                make_record(2, accum=2, engine="graph", status="oom", step_s=()), failed(8, 512, "spills"),
                make_record(4, tok_s=2269, peak=4.04e9)]
@@ -249,15 +251,15 @@ def test_a_summary_has_a_row_for_each_series_the_one_measured_last_at_the_end():
 
 def test_a_hundred_thousand_records_are_grouped_to_the_newest():
     one = make_record()
-    records = [dataclasses.replace(one, cell=Cell("150M", b, 64 * n, engine=e))
+    records = [dataclasses.replace(one, cell=Cell.of("150M", b, 64 * n, engine=e))
                for b in range(1, 51) for n in range(1, 21) for e in ("eager", "graph")] * 50
     found = series_of(records)
     assert [len(of) for of in found.values()] == [1000, 1000] and len(summary(records)) == 2
-    lines(next(iter(found.values())), LIMIT, None)
+    map_lines(next(iter(found.values())), LIMIT, None)
 
 
 def test_the_table_needs_nothing_but_python():
-    code = "import sys, probe.show.heatmap\nassert not {'torch', 'numpy', 'pandas', 'matplotlib', 'rich'} & set(sys.modules)"
+    code = "import sys, probe.show.text\nassert not {'torch', 'numpy', 'pandas', 'matplotlib', 'rich'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
                           text=True)
     assert done.returncode == 0, done.stderr

@@ -7,15 +7,22 @@ import os
 import random
 import subprocess
 import sys
-from types import SimpleNamespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import pytest
 from helpers.made import ROOT, make_plan
 
 from probe.cell import Cell
-from probe.grid.bench import soaked
+from probe.grid.session import Session
+from probe.grid.soak_command import SoakRun
+from probe.outcome import Outcome
 from probe.soak import Soak, Window, append, lines, load, readings_of, settled
-from probe.verdict import Outcome
+from probe.store import Store
+from probe.tasks.table import DescribeDevice, Description, RunSoak, SoakProgress, Task
+from probe.tasks.worker import Workers
+from spillcliff.console import LiveLine
 from spillcliff.errors import NoPlan, UserError
 from spillcliff.hardware.device import DeviceFacts
 from spillcliff.hardware.fingerprints import cpu_name, slug
@@ -35,8 +42,8 @@ def end(series, asked_s=3600.0):
 
 
 def soak(series, **other) -> Soak:
-    values = dict(schema=1, at="2026-01-01T00:00:00+00:00", device="gtx", software={"torch": "2.11"},
-                  cell=Cell("150M", 4, 512), minutes=10.0, seconds=series[-1].at_s, windows=tuple(series), settled=True)
+    values: dict[str, Any] = dict(schema=1, at="2026-01-01T00:00:00+00:00", device="gtx", software={"torch": "2.11"},
+                  cell=Cell.of("150M", 4, 512), minutes=10.0, seconds=series[-1].at_s, windows=tuple(series), settled=True)
     return Soak(**(values | other))
 
 
@@ -161,7 +168,8 @@ def test_damage_is_told_in_one_line(tmp_path, change):
 
 
 def test_a_torn_line_is_told_and_the_next_soak_written_whole(tmp_path):
-    path, said, s = tmp_path / "soak.jsonl", [], soak(windows(3, lambda t: 0.9))
+    path, s = tmp_path / "soak.jsonl", soak(windows(3, lambda t: 0.9))
+    said: list[str] = []
     append(path, s)
     path.write_bytes(path.read_bytes() + b'{"schema": 1, "at"')
     assert load(path, said.append) == [s] and "line 2 is torn" in said[0]
@@ -172,30 +180,63 @@ def test_a_torn_line_is_told_and_the_next_soak_written_whole(tmp_path):
         load(path)
 
 
-class Ended:
-    """Workers whose process tells of so many windows and ends so."""
+A = TypeVar("A")
+P = TypeVar("P")
 
-    def __init__(self, count: int, outcome: Outcome | None) -> None:
-        self.seen = {"windows": [dataclasses.asdict(w) for w in windows(10, lambda t: 0.9)[:count]]}
+
+class Ended(Workers):
+    """Workers whose soak tells of so many windows and ends so: None is an interruption."""
+
+    def __init__(self, count: int, outcome: Outcome[Any, Any] | None) -> None:
+        super().__init__()
+        self.windows = tuple(windows(10, lambda t: 0.9)[:count])
         self.outcome = outcome
 
-    def run(self, function, args, seconds, host, certain) -> Outcome:
-        certain(self.seen)
+    def run(self, task: Task[A, P], seconds: float, on_host: bool = False,
+            certain: Callable[[P, float], str | None] = lambda progress, quiet_s: None,
+            tell: Callable[[P], None] = lambda progress: None) -> Outcome[A, P]:
+        progress: Any = None
+        if isinstance(task, DescribeDevice):
+            description: Any = Description(FACTS, None)
+            return Outcome(answer=description)
+        assert isinstance(task, RunSoak)
+        if self.windows:
+            progress = SoakProgress(self.windows)
+            tell(progress)
         if self.outcome is None:
-            raise KeyboardInterrupt
-        return dataclasses.replace(self.outcome, progress=self.seen)
+            self.interrupt()
+        return dataclasses.replace(self.outcome, progress=progress)
+
+    def interrupt(self) -> NoReturn:
+        raise KeyboardInterrupt
+
+
+class Lines(LiveLine):
+    """What a live line was told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+    def update(self, line: str) -> None:
+        pass
+
+
+Ending = tuple[BaseException, list[Soak], list[str]]
 
 
 @pytest.fixture
-def end_so(tmp_path):
+def end_so(tmp_path: Path) -> Callable[..., Ending]:
     """Soaks with such a process; returns what was raised, what was kept and what was said."""
-    def run(count, outcome, device=HERE):
-        said = []
-        live = SimpleNamespace(say=said.append, update=lambda line: None)
-        path = tmp_path / "soak.jsonl"
+    def run(count: int, outcome: Outcome[Any, Any] | None, device: str = HERE) -> Ending:
+        live = Lines()
+        session = Session(Ended(count, outcome), "cpu", FACTS, Store(tmp_path, FACTS, {}), None)
         with pytest.raises((UserError, KeyboardInterrupt)) as e:
-            soaked(Ended(count, outcome), "cpu", FACTS, make_plan(device), 10.0, path, live)
-        return e.value, load(path) if path.exists() else [], said
+            SoakRun(session, make_plan(device), 10.0, live).run()
+        path = session.store.folder.soaks
+        return e.value, load(path) if path.exists() else [], live.said
     return run
 
 
@@ -221,7 +262,7 @@ def test_less_than_three_windows_are_not_worth_keeping(end_so, outcome):
 
 
 def test_a_step_longer_than_the_soak_is_told(end_so):
-    error, kept, _ = end_so(0, Outcome(measured={"windows": [], "settled": False}))
+    error, kept, _ = end_so(0, Outcome(answer=SoakProgress(())))
     assert "--minutes" in str(error) and not kept
 
 
@@ -231,28 +272,25 @@ def test_a_soak_on_the_processor(command, tmp_path):
     assert done.returncode == 0, done.stderr
     (kept,) = load(next(tmp_path.glob("results/*/soak.jsonl")))
     assert json.loads(done.stdout)["factor"] == pytest.approx(kept.factor) and "tok/s at first" in done.stderr
-    assert kept.cell == Cell("1M", 2, 32, vocab=500) and kept.minutes == 0.1 and not kept.windows[0].temperature_c
+    assert kept.cell == Cell.of("1M", 2, 32, vocab=500) and kept.minutes == 0.1 and not kept.windows[0].temperature_c
     assert 1 <= len(kept.windows) <= 12 and all(w.steps for w in kept.windows)
 
 
 INTERRUPTED = """
 import os, signal, time
-from test_soak import FACTS, Ended
-import probe.grid, probe.worker
+from test_soak import Ended
+import probe.grid.session
 from probe.cli import main
 
-class Told(Ended, probe.tasks.worker.Workers):
+class Told(Ended):
     def __init__(self):
-        Ended.__init__(self, 5, None)
-        self._spare = None
+        super().__init__(5, None)
 
-    def run(self, function, args, seconds, host, certain):
-        certain(self.seen)
+    def interrupt(self):
         os.kill(os.getpid(), getattr(signal, os.environ["HOW"]))
-        time.sleep(60)
+        time.sleep(600)
 
-probe.tasks.worker.Workers = Told
-probe.grid.bench.look = lambda *asked: (FACTS, {"disk_write_bytes_s": None})
+probe.grid.session.Workers = Told
 main()
 """
 
@@ -261,8 +299,9 @@ main()
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
 def test_an_interrupted_command_keeps_what_it_saw_and_says_so(tmp_path, how):
     make_plan(HERE).save(tmp_path / "plan.json")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "HOW": how}
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED, "soak", "--plan", "plan.json"], cwd=tmp_path, timeout=60,
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)])
+    environment = os.environ | {"PYTHONPATH": path, "HOW": how}
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, "soak", "--plan", "plan.json"], cwd=tmp_path, timeout=240,
                           env=environment, capture_output=True, text=True)
     assert done.returncode == 130 and not done.stderr.strip()
     live, said = done.stdout.splitlines()

@@ -1,35 +1,46 @@
 """What an attempt means: an error is read for its kind, and a spill is found without one."""
 
 import json
+from typing import Any
 
 import pytest
 from helpers.made import SAMPLES, make_cliff, make_record
 
 from probe.cell import Cell
 from probe.cliff import default_limit
-from probe.verdict import Card, Outcome, judge, slow_step_s, stuck
+from probe.outcome import CellProgress, Outcome
+from probe.records import Measurement, Status
+from probe.verdict import Card, Verdict, judge, slow_step_s, stuck_reason
 from spillcliff.errors import is_out_of_memory
 
 MEMORY = json.loads((SAMPLES / "memory.json").read_text())
-CELL = Cell("150M", 4, 512)
+CELL = Cell.of("150M", 4, 512)
 GIB = 2**30
 CARD = Card(6 * GIB, True)
+CellOutcome = Outcome[Measurement, CellProgress]
 HOST = Card(None, False)
 
 
-def measured(step_s=0.9, **other):
-    return Outcome(measured=dict(step_s=[step_s] * 5, readings={}, reserved_peak_bytes=4 * GIB, timed_retries=0) | other)
+def measured(step_s: float = 0.9, **other: Any) -> CellOutcome:
+    """A cell that was measured to its end."""
+    values: dict[str, Any] = {"step_s": (step_s,) * 5, "reserved_peak_bytes": 4 * GIB}
+    return Outcome(answer=Measurement(**(values | other)))
+
+
+def ended(progress: Measurement | None = None, **how: Any) -> CellOutcome:
+    """A cell whose process ended without an answer, after it had told `progress`."""
+    return Outcome(progress=progress and CellProgress(False, progress), **how)
 
 
 @pytest.mark.parametrize(("kind", "text"), MEMORY["out_of_memory"])
 def test_failures_to_allocate_are_known_by_kind_and_text(kind, text):
     assert is_out_of_memory(kind, text)
-    assert judge(Outcome(error=(kind, text)), CELL, CARD, [])[0] == "oom"
+    assert judge(ended(error=(kind, text)), CELL, CARD, [])[0] == "oom"
 
 
 @pytest.mark.parametrize(("kind", "text"), MEMORY["not_out_of_memory"])
 def test_other_failures_are_crashes_with_their_text(kind, text):
-    status, why = judge(Outcome(error=(kind, text)), CELL, CARD, [])
+    status, why = judge(ended(error=(kind, text)), CELL, CARD, [])
     assert status == "crashed" and text in why
 
 
@@ -46,12 +57,12 @@ def test_more_reserved_than_the_card_has_is_a_spill(gib):
 
 def test_more_than_the_card_has_was_a_spill_before_it_failed():
     """iPASSR issue 9: 17.20 GiB allocated and 19.15 reserved on a card of 8, and then an error."""
-    known = {"allocated_peak_bytes": int(17.20 * GIB), "reserved_peak_bytes": int(19.15 * GIB)}
-    for reading in (known, {"allocated_peak_bytes": known["allocated_peak_bytes"]}):
-        failed = Outcome(error=("OutOfMemoryError", "CUDA out of memory."), progress=reading)
+    both = Measurement(allocated_peak_bytes=int(17.20 * GIB), reserved_peak_bytes=int(19.15 * GIB))
+    for known in (both, Measurement(allocated_peak_bytes=both.allocated_peak_bytes)):
+        failed = ended(known, error=("OutOfMemoryError", "CUDA out of memory."))
         status, why = judge(failed, CELL, Card(8 * GIB, True), [])
         assert status == "spills" and why.startswith("spilled before it failed: ")
-    assert judge(Outcome(error=("OutOfMemoryError", ""), progress=known), CELL, Card(24 * GIB, True), [])[0] == "oom"
+    assert judge(ended(both, error=("OutOfMemoryError", "")), CELL, Card(24 * GIB, True), [])[0] == "oom"
 
 
 def test_throughput_that_falls_while_the_batch_grows_is_a_spill():
@@ -59,14 +70,14 @@ def test_throughput_that_falls_while_the_batch_grows_is_a_spill():
     case = MEMORY["throughput_fell"]
     smaller = make_record(case["batch"][0], tok_s=case["tok_s"][0])
     outcome = measured(case["batch"][1] * 512 / case["tok_s"][1])
-    status, why = judge(outcome, Cell("150M", 6, 512), CARD, [smaller])
+    status, why = judge(outcome, Cell.of("150M", 6, 512), CARD, [smaller])
     assert status == "spills" and "slower than the smaller batch" in why
 
 
 @pytest.mark.parametrize("case", MEMORY["slower_at_the_cap"])
 def test_a_quarter_of_a_gigabyte_past_the_cap_is_enough(case):
     smaller = make_record(case["batch"] - 1, tok_s=(case["batch"] - 1) * 512 / case["uncapped_step_s"])
-    assert judge(measured(case["step_s"]), Cell("150M", case["batch"], 512), CARD, [smaller])[0] == "spills"
+    assert judge(measured(case["step_s"]), Cell.of("150M", case["batch"], 512), CARD, [smaller])[0] == "spills"
 
 
 def test_heat_is_no_spill_nor_is_a_processor():
@@ -85,9 +96,9 @@ def test_a_longer_length_is_excused_for_its_attention_and_no_further():
     """At 150M attention's operations are a tenth at length 512 and a third at 2048: with attention five times as slow as
     products a token may cost 1.5 times as much, not 10."""
     short = make_record(8, 512, tok_s=4000)
-    long = Cell("150M", 4, 2048)
+    long = Cell.of("150M", 4, 2048)
     assert judge(measured(4 * 2048 / 2000), long, CARD, [short])[0] == "fits"
-    status, why = judge(measured(4 * 2048 / 400), Cell("150M", 8, 2048), CARD, [short])
+    status, why = judge(measured(4 * 2048 / 400), Cell.of("150M", 8, 2048), CARD, [short])
     assert status == "spills" and "B=8 L=512" in why
     assert judge(measured(4 * 2048 / 400), long, CARD, [make_record(8, 1024, tok_s=4000)])[0] == "fits"  # not smaller
 
@@ -120,10 +131,10 @@ def test_a_fall_below_what_was_shown_to_be_fast_has_another_cause():
 
 
 def test_another_program_on_the_card_makes_it_contended_not_slow():
-    def beside(outcome=None, **others):
+    def beside(error: tuple[str, str] | None = None, **others: Any) -> Verdict:
         readings = {"others": {"grown_bytes": 0, "largest_bytes": None, "busy_percent": None, "pid": 77} | others}
-        if outcome:
-            return judge(Outcome(error=outcome, progress={"readings": readings}), CELL, CARD, [])
+        if error:
+            return judge(ended(Measurement(readings=readings), error=error), CELL, CARD, [])
         return judge(measured(readings=readings), CELL, CARD, [])
 
     assert beside() == ("fits", "")
@@ -140,18 +151,19 @@ def test_another_program_on_the_card_makes_it_contended_not_slow():
 
 
 def test_a_step_that_does_not_end_is_stopped_within_ten_seconds():
-    slow_s = slow_step_s(Cell("150M", 6, 512), CARD, [make_record(4, tok_s=2269)])
+    slow_s = slow_step_s(Cell.of("150M", 6, 512), CARD, [make_record(4, tok_s=2269)])
     assert slow_s == pytest.approx(6 * 512 * 1.5 / 2269)
 
-    def after(quiet_s, steps, cell=CELL, slow_s=slow_s):
-        return stuck(cell, slow_s, {"quiet_s": quiet_s, "warmup_s": [1.0] * steps, "setting_up": False})
+    def after(quiet_s: float, steps: int, cell: Cell = CELL, slow_s: float | None = slow_s) -> str | None:
+        return stuck_reason(cell, slow_s, CellProgress(False, Measurement(warmup_s=(1.0,) * steps)), quiet_s)
     assert after(10.5, 1) and not after(9.0, 1)
     assert not after(30.0, 0) and after(41.0, 0)  # the first step loads kernels
-    assert not after(300.0, 0, Cell("150M", 4, 512, engine="compile"))
+    assert not after(300.0, 0, Cell.of("150M", 4, 512, engine="compile"))
     assert not after(12.0, 1, slow_s=20.0) and after(21.0, 1, slow_s=20.0)
     assert not after(1000.0, 1, slow_s=None)
-    assert slow_step_s(CELL, CARD, []) is None and slow_step_s(Cell("150M", 6, 512), HOST, [make_record(4)]) is None
-    stopped = Outcome(killed="spill", progress={"certain": after(11.0, 1)})
+    assert slow_step_s(CELL, CARD, []) is None and slow_step_s(Cell.of("150M", 6, 512), HOST, [make_record(4)]) is None
+    assert stuck_reason(CELL, slow_s, CellProgress(), 1000.0) is None  # it is setting up
+    stopped = ended(killed="spill", certain=after(11.0, 1))
     assert judge(stopped, CELL, CARD, []) == ("spills", "a step took more than 10 s, where smaller cells ask for 1.4 s")
 
 
@@ -160,12 +172,12 @@ def test_a_cache_freed_during_timed_steps_is_thrashing():
 
 
 def test_a_process_that_dies_is_a_record():
-    assert judge(Outcome(exit_code=-9), CELL, HOST, [])[0] == "oom"
-    assert judge(Outcome(exit_code=-11), CELL, CARD, [])[0] == "crashed"
-    assert judge(Outcome(exit_code=-6, tail="terminate\nCUDA error: out of memory\n"), CELL, CARD, [])[0] == "oom"
-    assert judge(Outcome(killed="timeout", progress={"seconds": 120, "step_s": [9]}), CELL, CARD, []) == (
+    assert judge(ended(exit_code=-9), CELL, HOST, [])[0] == "oom"
+    assert judge(ended(exit_code=-11), CELL, CARD, [])[0] == "crashed"
+    assert judge(ended(exit_code=-6, printed="terminate\nCUDA error: out of memory\n"), CELL, CARD, [])[0] == "oom"
+    assert judge(ended(Measurement(step_s=(9.0,)), killed="timeout", seconds=120.0), CELL, CARD, []) == (
         "timeout", "1 timed steps in 120 s where 5 are needed")
-    assert judge(Outcome(killed="memory", progress={"resident_bytes": 9e9}), CELL, HOST, [])[0] == "oom"
+    assert judge(ended(killed="memory", resident_bytes=9 * 10**9), CELL, HOST, [])[0] == "oom"
 
 
 def test_the_default_limit_is_below_what_was_free():
