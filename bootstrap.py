@@ -60,7 +60,7 @@ def choose_build(capability, windows):
         return ["torch>=2.10"], "no NVIDIA card seen: the default torch build"
     if capability < (7, 5):
         seen = "of unknown compute capability" if capability == (0, 0) else "of compute capability %d.%d" % capability
-        return cu126 + [below], "card %s: the CUDA 12.6 build, the last with kernels below 7.5" % seen
+        return [*cu126, below], "card %s: the CUDA 12.6 build, the last with kernels below 7.5" % seen
     why = "card of compute capability %d.%d: the default torch build" % capability
     if windows:  # the default index has only processor builds for Windows
         return (["--index-url", "https://download.pytorch.org/whl/cu130", "--extra-index-url", "https://pypi.org/simple",
@@ -135,7 +135,7 @@ def make_venv():
 def set_up():
     if sys.version_info < OLDEST:
         fail("Python %d.%d or later is needed and this is %s; install one and call it by name, such as python3.12 "
-             "bootstrap.py (Windows: py -3.12 bootstrap.py)" % (OLDEST + (sys.version.split()[0],)))
+             "bootstrap.py (Windows: py -3.12 bootstrap.py)" % (*OLDEST, sys.version.split()[0]))
     build, why = choose_build(card_capability(), os.name == "nt")
     stamp = wanted_stamp(build)
     if is_ready(stamp):

@@ -52,7 +52,8 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [Mutant(*m) for m in (
-    ("probe/verdict.py", 'if spilled:\n            return Verdict(Status.SPILLS, spilled)\n        return Verdict(Status.TIMEOUT',
+    ("probe/verdict.py",
+     'if spilled:\n            return Verdict(Status.SPILLS, spilled)\n        return Verdict(Status.TIMEOUT',
      'if False:\n            return Verdict(Status.SPILLS, spilled)\n        return Verdict(Status.TIMEOUT'),
     ("probe/verdict.py", "not in (Status.CRASHED, Status.TIMEOUT)", "not in (Status.CRASHED,)"),
     ("probe/verdict.py", "not in (Status.CRASHED, Status.TIMEOUT)", "not in (Status.TIMEOUT,)"),
@@ -78,7 +79,8 @@ MUTANTS = [Mutant(*m) for m in (
     ("probe/grid/search.py", "(1 + NEAR) *", "(1 + 10 * NEAR) *"),
     ("probe/grid/search.py", ">= TRIES", ">= TRIES + 2"),
     ("probe/grid/search.py", "OPTIMISM = 1.35", "OPTIMISM = 0.2"),
-    ("probe/estimate/allocator.py", "if self.reserved > self.reserved_peak:\n                self", "if True:\n                self"),
+    ("probe/estimate/allocator.py", "if self.reserved > self.reserved_peak:\n                self",
+     "if True:\n                self"),
     ("probe/estimate/allocator.py", "left >= MIN_BLOCK if is_small else left > SMALL", "left >= MIN_BLOCK"),
     ("probe/estimate/allocator.py", "if size < MIN_LARGE else", "if size <= 2 * MIN_LARGE else"),
     ("planner/decide/choose.py", "TOLERANCE = 0.2", "TOLERANCE = 0.5"),

@@ -1,15 +1,13 @@
 """The set-up picks the torch build that suits the card, and says in one line what is in its way."""
 
-import importlib.util
+import json
 import subprocess
 import sys
 
 import pytest
 from helpers.made import ROOT
 
-spec = importlib.util.spec_from_file_location("bootstrap", ROOT / "bootstrap.py")
-bootstrap = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(bootstrap)
+import bootstrap
 
 
 @pytest.mark.parametrize(("capability", "windows", "index"), [
@@ -41,7 +39,9 @@ def test_a_failed_install_is_one_line_that_says_what_to_do(tmp_path, monkeypatch
     path.write_text(log)
     monkeypatch.setattr(bootstrap, "LOG", str(path))
     why = bootstrap.why_pip_failed()
-    assert words in why and "\n" not in why and str(path) in why
+    assert words in why
+    assert "\n" not in why
+    assert str(path) in why
 
 
 def test_an_old_python_is_told_in_one_line(monkeypatch, capsys):
@@ -49,7 +49,9 @@ def test_an_old_python_is_told_in_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
         bootstrap.set_up()
     err = capsys.readouterr().err
-    assert stopped.value.code == 2 and err.count("\n") == 1 and "99.0 or later" in err
+    assert stopped.value.code == 2
+    assert err.count("\n") == 1
+    assert "99.0 or later" in err
 
 
 def test_what_is_installed_is_left_alone_until_something_changes(tmp_path, monkeypatch):
@@ -57,11 +59,13 @@ def test_what_is_installed_is_left_alone_until_something_changes(tmp_path, monke
     monkeypatch.setattr(bootstrap, "PYTHON", sys.executable)
     stamp = bootstrap.wanted_stamp(["torch>=2.10"])
     assert not bootstrap.is_ready(stamp)
-    (tmp_path / "stamp.json").write_text(__import__("json").dumps(stamp))
+    (tmp_path / "stamp.json").write_text(json.dumps(stamp))
     assert bootstrap.is_ready(stamp)
     assert not bootstrap.is_ready(bootstrap.wanted_stamp(["torch<2.15"]))
 
 
 def test_an_unknown_word_is_refused_before_anything_is_done():
     done = subprocess.run([sys.executable, str(ROOT / "bootstrap.py"), "dmeo"], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "demo, test or nothing" in done.stderr
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "demo, test or nothing" in done.stderr

@@ -51,8 +51,13 @@ def test_the_grid_leaves_records_facts_and_a_picture(home):
     records = load(records_file(home))
     assert [(r.cell.batch, r.status) for r in records] == [(1, "fits"), (2, "fits")]
     for r in records:
-        assert len(r.step_s) >= 5 and len(r.warmup_s) >= 2 and r.device_peak_bytes > 1e8 and r.micro_s < r.median_step_s
-        assert r.software["torch"] and r.free_at_start_bytes > r.device_peak_bytes and r.eval_s > 0
+        assert len(r.step_s) >= 5
+        assert len(r.warmup_s) >= 2
+        assert r.device_peak_bytes > 1e8
+        assert r.micro_s < r.median_step_s
+        assert r.software["torch"]
+        assert r.free_at_start_bytes > r.device_peak_bytes
+        assert r.eval_s > 0
     folder = records_file(home).parent
     assert json.loads((folder / "device.json").read_text())["fingerprint"] == folder.name == records[0].device
     assert (folder / "grid-1M-eager-none-v300.png").read_bytes().startswith(b"\x89PNG")
@@ -66,7 +71,8 @@ def test_a_grid_started_again_measures_only_what_is_missing(home):
     assert len(load(records_file(home))) == 4
     assert done.stderr.count("measured before") == 2
     out = json.loads(done.stdout)
-    assert len(out["cells"]) == 4 and all(c["tok_s"] > 0 for c in out["cells"])
+    assert len(out["cells"]) == 4
+    assert all(c["tok_s"] > 0 for c in out["cells"])
 
 
 def test_a_run_leaves_its_plan_log_checkpoints_and_receipt(home):
@@ -80,7 +86,8 @@ def test_a_run_leaves_its_plan_log_checkpoints_and_receipt(home):
     steps = [line["step"] for line in log if line["kind"] == "step"]
     assert steps == list(range(1, plan["steps"] + 1))
     evaluations = [line["step"] for line in log if line["kind"] == "eval"]
-    assert evaluations[0] == 0 and evaluations[-1] == plan["steps"]
+    assert evaluations[0] == 0
+    assert evaluations[-1] == plan["steps"]
     assert len(list((home / "run/checkpoints").iterdir())) == 2
     assert json.loads((home / "run/plan.json").read_text()) == plan
 
@@ -108,7 +115,8 @@ def test_a_broken_newest_checkpoint_is_named_and_the_one_before_taken(home):
     (home / "whole/receipt.json").unlink()
     done = call(home, "train", "--plan", "ten.json", "--data", "text.bin", "--run", "whole", "--resume")
     assert done.returncode == 0, done.stderr
-    assert "step-00000010 is broken" in done.stdout and "resuming after step 5" in done.stdout
+    assert "step-00000010 is broken" in done.stdout
+    assert "resuming after step 5" in done.stdout
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
@@ -120,15 +128,18 @@ def test_an_interrupted_run_saves_and_says_how_to_go_on(home, how):
     process = start(home, "train", "--plan", "long.json", "--data", "text.bin", "--run", run)
     log, deadline = run / "log.jsonl", time.monotonic() + 120
     while not (log.exists() and log.read_text().count("\n") > 20):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(how)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and not err.strip(), err
     done = int(sorted((run / "checkpoints").iterdir())[-1].name.removeprefix("step-"))
-    assert f"stopped after step {done};" in out and "--resume" in out
+    assert f"stopped after step {done};" in out
+    assert "--resume" in out
     last = json.loads(log.read_text().splitlines()[-1])
-    assert last["kind"] == "checkpoint" and last["step"] == done
+    assert last["kind"] == "checkpoint"
+    assert last["step"] == done
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
@@ -149,7 +160,8 @@ def test_a_run_stopped_at_any_moment_goes_on_bit_for_bit(home):
         stops += process.returncode == 130
         process = start(home, *arguments, "stopped", "--resume")
     process.communicate(timeout=120)
-    assert process.returncode == 0 and stops >= 2
+    assert process.returncode == 0
+    assert stops >= 2
     assert final_state(home / "stopped") == final_state(home / "unstopped")
 
 
@@ -158,11 +170,13 @@ def test_an_interrupted_grid_keeps_what_it_measured(tmp_path):
     process = start(tmp_path, "probe", *GRID[:-6], "--batch", "1,2,4,8,16", "--length", "32", "--seconds", "2")
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("results/*/records.jsonl")):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "Traceback" not in err
+    assert process.returncode == 130
+    assert "Traceback" not in err
     assert load(records_file(tmp_path))
 
 
@@ -170,13 +184,17 @@ def test_sampling_gives_the_prompt_and_more_and_is_a_function_of_the_seed(home, 
     asked = ("train", "sample", "--run", "run", "--prompt", "the quick", "--tokens", 5, "--json", "--seed")
     texts = [called(home, *asked, seed) for seed in (0, 0, 1)]
     a, b, c = (json.loads(out)["text"] for _, out, _ in texts)
-    assert a == b and a.startswith("the quick") and len(a) > len("the quick") and a != c
+    assert a == b
+    assert a.startswith("the quick")
+    assert len(a) > len("the quick")
+    assert a != c
 
 
 def test_a_dry_run_writes_nothing(home):
     before = sorted(home.rglob("*"))
     done = call(home, "train", "--plan", "plan.json", "--data", "text.bin", "--dry-run")
-    assert done.returncode == 0 and "nothing was written" in done.stdout
+    assert done.returncode == 0
+    assert "nothing was written" in done.stdout
     assert sorted(home.rglob("*")) == before
 
 
@@ -230,7 +248,8 @@ def test_bad_input_is_one_line_that_names_it_and_nothing_is_overwritten(home, ca
         code, _, err = called(home, name, *arguments)
     assert code == 2, err
     (line,) = err.strip().splitlines()
-    assert line.startswith("error: ") and words in line
+    assert line.startswith("error: ")
+    assert words in line
     assert all(p.read_bytes() == content for p, content in kept.items())
 
 
@@ -238,9 +257,11 @@ def test_nothing_that_fits_is_exit_3(home):
     """A cell that can't be allocated: its record says oom and the grid ends with what to try."""
     done = call(home, "probe", "grid", "--model", "1M", "--vocab", "300", "--batch", "2000000000", "--length", "8",
                 "--seconds", "1", "--results", "none")
-    assert done.returncode == 3 and "--batch" in done.stderr
+    assert done.returncode == 3
+    assert "--batch" in done.stderr
     (record,) = load(next(home.glob("none/*/records.jsonl")))
-    assert record.status == "oom" and record.why
+    assert record.status == "oom"
+    assert record.why
 
 
 def test_a_closed_pipe_is_no_error(home):
@@ -250,12 +271,13 @@ def test_a_closed_pipe_is_no_error(home):
 
 
 def test_a_run_whose_reader_has_gone_goes_on_to_its_receipt(home):
-    subprocess.run(f"'{sys.executable}' -m trainer.cli --plan plan.json --data text.bin --run survives_closed_pipe | head -2", shell=True,
-                   cwd=home, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
-    assert (home / "survives_closed_pipe/receipt.json").exists()
+    command = f"'{sys.executable}' -m trainer.cli --plan plan.json --data text.bin --run unread | head -2"
+    subprocess.run(command, shell=True, cwd=home, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert (home / "unread/receipt.json").exists()
 
 
 def test_tables_fit_80_columns(home):
     for name, arguments in (("plan", ("--corpus", "640", "--out", "p3.json")), ("probe", GRID)):
         rows = [line for line in call(home, name, *arguments).stdout.splitlines() if "  " in line.strip()]
-        assert rows and not [row for row in rows if len(row) > 80]
+        assert rows
+        assert not [row for row in rows if len(row) > 80]

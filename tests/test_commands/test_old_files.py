@@ -1,5 +1,5 @@
-"""What 0.1.0 wrote is read as before. tests/samples/from-0.1.0 has a whole chain of it, made on a processor: a grid, a soak, a
-plan, a run that finished and one that was stopped after 15 of 20 steps."""
+"""What 0.1.0 wrote is read as before. tests/samples/from-0.1.0 has a whole chain of it, made on a processor: a grid, a soak,
+a plan, a run that finished and one that was stopped after 15 of 20 steps."""
 
 import json
 import shutil
@@ -50,7 +50,8 @@ def test_every_record_is_read_with_all_it_says(path):
 
 def test_what_is_known_of_a_device_leads_to_a_plan():
     measured, inputs = read_inputs(OLD / "results", (), DEVICE, told)
-    assert [(r.cell.batch, r.cell.accum, r.fits) for r in measured] == [(1, 1, True), (2, 1, True), (1, 2, True), (2, 2, True)]
+    assert [(r.cell.batch, r.cell.accum) for r in measured] == [(1, 1), (2, 1), (1, 2), (2, 2)]
+    assert all(r.fits for r in measured)
     assert inputs.device["memory"] == {"process_bytes": 330247952}
     assert inputs.calibration(measured[0]).soak == pytest.approx(inputs.soaks[0].factor)
     assert [p.run for p in calibration.read(OLD / "results/runs", told)] == ["finished"]
@@ -93,8 +94,8 @@ def test_every_soak_and_device_is_read():
 def test_a_stopped_run_goes_on_from_its_checkpoint(called, old):
     """To what it would have come to: the log of the run that was not stopped says so, as far as another processor's products
     round the same."""
-    code, out, err = called(old, "train", "--plan", "stopped/plan.json", "--data", "data.bin", "--run", "stopped", "--device",
-                            "cpu", "--resume")
+    code, out, err = called(old, "train", "--plan", "stopped/plan.json", "--data", "data.bin", "--run", "stopped",
+                            "--device", "cpu", "--resume")
     assert code == 0, err
     assert "resuming after step 15" in out
     logs = [[json.loads(line) for line in RunFolder(old / name).log.read_text().splitlines()]

@@ -22,7 +22,8 @@ ASK = PlanRequest(corpus_tokens=100_000_000, limit_bytes=5_000_000_000)
 
 def run(ratio, device=GTX, torch=None, corrected=1.0, **receipt) -> PastRun:
     plan = dataclasses.replace(PLAN, device=device, calibration={"tok_s": corrected})
-    return PastRun("first", plan, {"ran_on": device, "software": {"torch": torch}, "ratio": {"tok_s": ratio}, **receipt})
+    values = {"ran_on": device, "software": {"torch": torch}, "ratio": {"tok_s": ratio}}
+    return PastRun("first", plan, values | receipt)
 
 
 def soak(factor, settled=True) -> Soak:

@@ -76,7 +76,8 @@ def test_a_card_s_run_waits_for_copies_and_the_last_write_alone():
     record = make_record(eval_s=0.5, setup_s=4.0)
     pick, size = Candidate(record, 1), 12 * record.model.parameters
     rates = Rates(5.0, 0.5e9, 1e9, 10e9)
-    assert run_overheads(pick, 1e8, 1000, 100, rates).checkpoint_s == pytest.approx(size / 1e9 + 9 * size / 10e9 + size / 0.5e9)
+    copies_s, last_write_s = size / 1e9 + 9 * size / 10e9, size / 0.5e9
+    assert run_overheads(pick, 1e8, 1000, 100, rates).checkpoint_s == pytest.approx(copies_s + last_write_s)
     slow = dataclasses.replace(rates, disk_write_bytes_s=size / (150 * record.median_step_s))
     waited_s = (run_overheads(pick, 1e8, 1000, 100, slow).checkpoint_s
                 - run_overheads(pick, 1e8, 1000, 1000, slow).checkpoint_s)
@@ -113,7 +114,7 @@ def test_devices_are_never_mixed(tmp_path):
 def test_another_machines_records_are_not_taken_unnamed(tmp_path):
     """Those that come with a fresh clone, say."""
     write_records(tmp_path / "nvidia-geforce-gtx-1060/records.jsonl", [make_record()])
-    with pytest.raises(UserError, match="probe grid.*nvidia-geforce-gtx-1060"):
+    with pytest.raises(UserError, match=r"probe grid.*nvidia-geforce-gtx-1060"):
         read_inputs(tmp_path, (), None, print)
 
 
@@ -129,7 +130,7 @@ def test_this_machines_records_are_taken_among_others(tmp_path, monkeypatch):
 def test_models_are_never_mixed():
     a = make_record()
     b = make_record(cell=dataclasses.replace(a.cell, model="10M"), model=ModelConfig.named("10M"))
-    with pytest.raises(UserError, match="--model 150M.*--model 10M"):
+    with pytest.raises(UserError, match=r"--model 150M.*--model 10M"):
         of_model([a, b], None, None)
     assert of_model([a, b], "10m", None) == [b] and of_model([a], None, None) == [a]
     with pytest.raises(UserError, match="--model 150M"):
