@@ -107,7 +107,6 @@ def test_ruff_is_clean():
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.timeout(600)
 def test_mypy_is_clean_with_the_tests_of_a_card():
     """It reads what no card here can run: a GPU test once called a constructor with another argument too few."""
     command = [sys.executable, "-m", "mypy", *LAYERS, "tests", "benchmarks", "demo.py", "bootstrap.py"]

@@ -6,10 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from helpers.made import MODULES, ROOT
+from helpers.waiting import PATIENCE_S, wait_for
 
 from probe.records import load
 
@@ -31,7 +31,7 @@ def home(tmp_path_factory):
 
 def call(folder, name, *arguments, **options):
     return subprocess.run([sys.executable, "-m", MODULES[name], *map(str, arguments)], cwd=folder, text=True,
-                          capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=240, **options)
+                          capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=PATIENCE_S, **options)
 
 
 def start(folder, name, *arguments):
@@ -41,6 +41,10 @@ def start(folder, name, *arguments):
 
 def records_file(home):
     return next(home.glob("results/*/records.jsonl"))
+
+
+def steps_in(log):
+    return log.read_text().count('"kind": "step"') if log.exists() else 0
 
 
 def final_state(run):
@@ -120,61 +124,36 @@ def test_a_broken_newest_checkpoint_is_named_and_the_one_before_taken(home):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_saves_and_says_how_to_go_on(home, how):
-    plan = json.loads((home / "plan.json").read_text()) | {"steps": 100_000, "eval": 50_000, "checkpoint": 50_000}
-    (home / "long.json").write_text(json.dumps(plan))
-    run = home / f"long-{how}"
-    process = start(home, "train", "--plan", "long.json", "--data", "text.bin", "--run", run)
-    log, deadline = run / "log.jsonl", time.monotonic() + 120
-    while not (log.exists() and log.read_text().count("\n") > 20):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(how)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and not err.strip(), err
-    done = int(sorted((run / "checkpoints").iterdir())[-1].name.removeprefix("step-"))
-    assert f"stopped after step {done};" in out
-    assert "--resume" in out
-    last = json.loads(log.read_text().splitlines()[-1])
-    assert last["kind"] == "checkpoint"
-    assert last["step"] == done
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_a_run_stopped_at_any_moment_goes_on_bit_for_bit(home):
+def test_a_run_stopped_at_any_moment_saves_says_how_to_go_on_and_does_bit_for_bit(home):
     """Weights and step number must be of the same moment: a stop may not cut a step in two."""
-    plan = json.loads((home / "plan.json").read_text()) | {"steps": 200, "eval": 100, "checkpoint": 100}
+    plan = json.loads((home / "plan.json").read_text()) | {"steps": 300, "eval": 150, "checkpoint": 150}
     (home / "stops.json").write_text(json.dumps(plan))
     arguments = ("train", "--plan", "stops.json", "--data", "text.bin", "--run")
     assert call(home, *arguments, "unstopped").returncode == 0
-    process, log, stops = start(home, *arguments, "stopped"), home / "stopped/log.jsonl", 0
-    for wanted in (30, 100):
-        deadline = time.monotonic() + 120
-        while not (log.exists() and log.read_text().count('"step"') > wanted) and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
-        stops += process.returncode == 130
-        process = start(home, *arguments, "stopped", "--resume")
-    process.communicate(timeout=120)
-    assert process.returncode == 0
-    assert stops >= 2
+    log, resume = home / "stopped/log.jsonl", ()
+    for least, how in ((30, signal.SIGINT), (150, signal.SIGTERM)):
+        process = start(home, *arguments, "stopped", *resume)
+        wait_for(lambda p=process, n=least: steps_in(log) > n or p.poll() is not None)
+        process.send_signal(how)
+        out, err = process.communicate(timeout=PATIENCE_S)
+        assert (process.returncode, err.strip()) == (130, "")
+        done = int(sorted((home / "stopped/checkpoints").iterdir())[-1].name.removeprefix("step-"))
+        assert f"stopped after step {done};" in out
+        assert "--resume" in out
+        last = json.loads(log.read_text().splitlines()[-1])
+        assert (last["kind"], last["step"]) == ("checkpoint", done)
+        resume = ("--resume",)
+    assert call(home, *arguments, "stopped", "--resume").returncode == 0
     assert final_state(home / "stopped") == final_state(home / "unstopped")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_an_interrupted_grid_keeps_what_it_measured(tmp_path):
+def test_an_interrupted_grid_keeps_what_it_measured(home, tmp_path):
+    shutil.copytree(home / "results", tmp_path / "results", ignore=shutil.ignore_patterns("records.jsonl"))
     process = start(tmp_path, "probe", *GRID[:-6], "--batch", "1,2,4,8,16", "--length", "32", "--seconds", "2")
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("results/*/records.jsonl")):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: list(tmp_path.glob("results/*/records.jsonl")) or process.poll() is not None)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert "Traceback" not in err
     assert load(records_file(tmp_path))
@@ -255,6 +234,7 @@ def test_bad_input_is_one_line_that_names_it_and_nothing_is_overwritten(home, ca
 
 def test_nothing_that_fits_is_exit_3(home):
     """A cell that can't be allocated: its record says oom and the grid ends with what to try."""
+    shutil.copytree(home / "results", home / "none", ignore=shutil.ignore_patterns("records.jsonl"))
     done = call(home, "probe", "grid", "--model", "1M", "--vocab", "300", "--batch", "2000000000", "--length", "8",
                 "--seconds", "1", "--results", "none")
     assert done.returncode == 3

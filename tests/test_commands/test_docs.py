@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.made import MODULES, ROOT
+from helpers.waiting import PATIENCE_S
 
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))]
 SMALLER = [("150M", "1M"), ("50M", "2M"), ("--corpus 100M", "--corpus 30k"), ("--hours 12", "--hours 1m"),
@@ -17,6 +18,8 @@ SMALLER = [("150M", "1M"), ("50M", "2M"), ("--corpus 100M", "--corpus 30k"), ("-
 MORE = {"probe grid": "--batch 1,2 --length 32 --vocab 500 --accum 1,2 --seconds 1 --device cpu",
         "train tokenize": "--vocab 500"}
 """Options of a command that make it small, where the docs' line does not have them."""
+LONG = ("docs/laptop.md",)
+"""Pages whose commands are the README's and more."""
 REFUSED = {"probe cliff": 2}
 """Exit codes of what a processor can't do."""
 
@@ -42,14 +45,15 @@ def run(line: str, folder: Path):
     shell.append(f'python3() {{ "{sys.executable}" "$@"; }};')
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(["bash", "-c", " ".join([*shell, line])], cwd=folder, env=environment, capture_output=True,
-                          text=True, timeout=240)
+                          text=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
-def test_the_commands_of_a_page_run(page, tmp_path):
-    text = "".join(p.read_text(encoding="utf-8") for p in sorted((ROOT / "trainer").glob("*.py"))[:4])
+def test_the_commands_of_a_page_run(page, tmp_path, request):
+    if page in LONG and not request.config.getoption("--long"):
+        pytest.skip("takes a minute or more; --long runs it")
+    text = "".join(p.read_text(encoding="utf-8") for p in sorted((ROOT / "trainer").glob("*.py")))
     (tmp_path / "corpus.txt").write_text(text, encoding="utf-8")
     for line in commands(page):
         done = run(smaller(line), tmp_path)
