@@ -229,7 +229,7 @@ def test_an_export_names_its_checkpoint_and_overwrites_nothing(made, tmp_path):
 
 def test_a_run_goes_on_from_an_export_where_its_source_was(home, called):
     """The first validation loss is the source's last, to the last bit; the receipt names the source, and a resume with
-    other weights is refused, one with the same or with none is not."""
+    other weights is refused, one with the same is not."""
     code, out, err = called(home, "train", "export", "--run", "whole", "--out", "out", "--checkpoint", "newest", "--json")
     assert code == 0, err
     assert json.loads(out)["step"] == STEPS

@@ -4,13 +4,14 @@ import dataclasses
 import gzip
 import json
 import shutil
+import signal
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers.made import make_plan, make_record, tiny, write_records
-from helpers.runs import end_state, kill_and_go_on, log, receipt, together, train
+from helpers.runs import before_step, end_state, log, receipt, run_options, train, train_distributed, train_with
 
 from spillcliff.errors import UserError
 from trainer.config import OptimizerConfig, StepConfig
@@ -18,7 +19,7 @@ from trainer.data.dataset import changes, identity, open_data
 from trainer.data.pairs import Pairs
 from trainer.model.decoder import rope_angles
 from trainer.plan import Plan
-from trainer.ranks import Seat
+from trainer.ranks import World
 from trainer.run.step import TrainStep
 from trainer.tokenize import chat, pairs, tokenizer
 from trainer.tokenize.pairs import cut, pack, tokenize_pairs
@@ -26,6 +27,7 @@ from trainer.tokenize.pairs import cut, pack, tokenize_pairs
 CPU = torch.device("cpu")
 WORDS = ["red", "blue", "green", "one", "two", "three", "four", "cat", "dog", "bird"]
 LENGTH = 48
+STEPS = 48
 
 
 def lines(count: int):
@@ -128,9 +130,9 @@ def test_a_step_without_any_answer_has_loss_zero_and_no_gradient():
     assert float(loss) == float(norm) == 0
 
 
-def test_going_on_in_smaller_pieces_keeps_the_mean_of_the_step():
+def test_smaller_batches_keep_the_mean_of_the_step():
     whole, parts = (TrainStep(tiny(), StepConfig(4, 16), OptimizerConfig(1e-2), CPU, masked=True) for _ in range(2))
-    parts.lighten()
+    parts.shrink_batch()
     t = masked(1, 4)
     (a, norm), (b, other) = whole(t, 1e-2), parts(t.view(2, 2, -1), 1e-2)
     assert float(a) == pytest.approx(float(b), rel=1e-6)
@@ -149,8 +151,8 @@ def test_every_pair_is_seen_exactly_once_an_epoch_in_an_order_of_its_own(tmp_pat
         dealt = every[epoch * count:(epoch + 1) * count]
         assert sorted(map(bytes, dealt)) == sorted(map(bytes, pairs.rows))
     assert not np.array_equal(every[:count], every[count:2 * count])
-    seen = "".join(learned for _, learned in texts(tmp_path / "p.bin", coder))
-    assert sorted(seen.split("<|endoftext|>")) == sorted(["", *(v["answer"] for v in values)])
+    answers = "".join(learned for _, learned in texts(tmp_path / "p.bin", coder))
+    assert sorted(answers.split("<|endoftext|>")) == sorted(["", *(v["answer"] for v in values)])
 
 
 def test_packing_fills_rows_and_loses_nothing():
@@ -259,22 +261,22 @@ def home(tmp_path_factory, coder):
     """A folder with pairs as data.bin, a plan for them, and a run "whole" that nothing disturbed."""
     folder = tmp_path_factory.mktemp("pairs")
     tokenize_pairs([jsonl(folder / "p.jsonl", lines(100))], folder / "data.bin", LENGTH, coder)
-    plan = make_plan("cpu-x", tiny(), StepConfig(2, LENGTH, 2))
-    dataclasses.replace(plan, steps=90, checkpoint=3).save(folder / "plan.json")
+    plan = make_plan(model=tiny(), step=StepConfig(2, LENGTH, 2))
+    dataclasses.replace(plan, steps=STEPS, checkpoint=3, optimizer=OptimizerConfig(1e-2)).save(folder / "plan.json")
     done = train(folder, "whole")
     assert done.returncode == 0, done.stderr
     return folder
 
 
 def test_a_run_lowers_the_loss_of_answers_and_says_their_share(home):
-    paper, facts = receipt(home / "whole"), json.loads((home / "data.bin.json").read_text())
-    assert paper["val_loss"] < 0.7 * paper["first_val_loss"]
-    assert paper["tokens"] == 90 * 4 * LENGTH  # padding counted, as in the plan
-    assert paper["answer_share"] == pytest.approx(facts["tokens_answer"] / (100 * LENGTH), rel=0.05)
-    assert log(home / "whole")[0]["answer_share"] == paper["answer_share"]
+    whole, facts = receipt(home / "whole"), json.loads((home / "data.bin.json").read_text())
+    assert whole["val_loss"] < 0.7 * whole["first_val_loss"]
+    assert whole["tokens"] == STEPS * 4 * LENGTH  # padding counted, as in the plan
+    assert whole["answer_share"] == pytest.approx(facts["tokens_answer"] / (100 * LENGTH), rel=0.05)
+    assert log(home / "whole")[0]["answer_share"] == whole["answer_share"]
 
 
-def test_a_run_takes_no_notice_of_what_the_padding_is(home, tmp_path):
+def test_a_run_takes_no_notice_of_what_the_padding_is(home, tmp_path, called):
     pairs = Pairs.open(home / "data.bin")
     rows = np.array(pairs.rows)
     padding = np.logical_and.accumulate((rows < 0)[:, ::-1], 1)[:, ::-1]  # at the end of each row, after an answer
@@ -283,26 +285,30 @@ def test_a_run_takes_no_notice_of_what_the_padding_is(home, tmp_path):
     rows.tofile(tmp_path / "data.bin")
     for name in ("data.bin.json", "plan.json"):
         shutil.copy(home / name, tmp_path / name)
-    done = train(tmp_path, "filled")
-    assert done.returncode == 0, done.stderr
+    code, _, err = called(tmp_path, "train", *run_options("filled"))
+    assert code == 0, err
     assert end_state(tmp_path / "filled") == end_state(home / "whole")
     assert receipt(tmp_path / "filled")["val_loss"] == receipt(home / "whole")["val_loss"]
 
 
-def test_a_run_starts_from_another_ones_weights(home):
-    done = train(home, "tuned", "--from", "whole")
-    assert done.returncode == 0, done.stderr
-    paper, before = receipt(home / "tuned"), receipt(home / "whole")
-    assert paper["first_val_loss"] == pytest.approx(before["val_loss"], rel=0.1)
-    assert paper["from"]["path"].endswith("whole")
+def test_a_run_starts_from_another_ones_weights(home, called):
+    code, _, err = called(home, "train", *run_options("tuned", "--from", "whole"))
+    assert code == 0, err
+    tuned, before = receipt(home / "tuned"), receipt(home / "whole")
+    assert tuned["first_val_loss"] == pytest.approx(before["val_loss"], rel=0.1)
+    assert tuned["from"]["path"].endswith("whole")
 
 
-def test_a_killed_run_goes_on_bit_for_bit(home):
-    kill_and_go_on(home, 1, 0.2)
+def test_a_killed_run_goes_on_bit_for_bit(home, called):
+    killed = train_with(home, before_step(29, "os.kill(os.getpid(), signal.SIGKILL)"), "killed")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    code, _, err = called(home, "train", *run_options("killed", "--resume"))
+    assert code == 0, err
+    assert end_state(home / "killed") == end_state(home / "whole")
 
 
 def test_two_processes_take_the_mean_over_the_answers_of_both(home):
-    done = together(home, 2, "two")
+    done = train_distributed(home, 2, "two")
     assert done.returncode == 0, done.stderr
     for kind, name in (("step", "loss"), ("eval", "val_loss")):
         two, whole = ([line[name] for line in log(home / run) if line["kind"] == kind] for run in ("two", "whole"))
@@ -312,7 +318,7 @@ def test_two_processes_take_the_mean_over_the_answers_of_both(home):
 def test_shares_make_the_whole_step(home):
     pairs, shape = Pairs.open(home / "data.bin"), StepConfig(2, LENGTH, 2)
     for step in (0, 24, 60):  # the second crosses an epoch's end
-        parts = [pairs.batch(1, step, StepConfig(2, LENGTH), Seat(rank, 2)) for rank in range(2)]
+        parts = [pairs.batch(1, step, StepConfig(2, LENGTH), World(rank, 2)) for rank in range(2)]
         assert np.array_equal(np.concatenate(parts), pairs.batch(1, step, shape))
 
 
@@ -332,7 +338,7 @@ def test_another_mask_is_other_data(home):
 
 
 def test_what_does_not_suit_is_refused(home, token_file, tmp_path):
-    plan = make_plan("cpu-x", tiny(), StepConfig(2, LENGTH))
+    plan = make_plan(model=tiny(), step=StepConfig(2, LENGTH))
     with pytest.raises(UserError, match=f"rows of {LENGTH} where the plan's length is 32.*--length 32"):
         open_data(dataclasses.replace(plan, step=StepConfig(2, 32)), [home / "data.bin"])
     with pytest.raises(UserError, match="one is of pairs"):
