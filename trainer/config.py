@@ -141,26 +141,22 @@ def shape_for(parameters: int, name: str) -> ModelConfig:
     return best
 
 
-def _option(default: Any, help: str) -> Any:
-    """A field that a step may be given beside its size; `help` is what a command's --help says of it."""
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class StepConfig:
     """One optimizer step: `accum` micro-steps over `batch` sequences of `length` tokens each. `update` says when
     parameters are updated: after the backward pass, or in it, as soon as each gradient is there, which then is freed.
 
-    A new option is a field here; commands, names, records and plans have it then. UserError for values that can't be.
+    A new option is a field here, with what a command's --help says of it; commands, names, records and plans have it then.
+    UserError for values that can't be.
     """
 
     batch: Count
     length: Count
     accum: Count = 1
-    engine: Engine = _option("eager", "eager, graph or compile.")
-    recompute: Recompute = _option("none", "none, elementwise or block.")
-    update: Update = _option("after", "Update parameters after the backward pass, or in it: no accumulation and no clip, "
-                                      "less memory.")
+    engine: Engine = field(default="eager", metadata={"help": "eager, graph or compile."})
+    recompute: Recompute = field(default="none", metadata={"help": "none, elementwise or block."})
+    update: Update = field(default="after", metadata={
+        "help": "Update parameters after the backward pass, or in it: no accumulation and no clip, less memory."})
 
     def __post_init__(self) -> None:
         check(self, "step")
