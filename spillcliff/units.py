@@ -44,7 +44,7 @@ def parse_ints(text: str, thing: str) -> tuple[int, ...]:
     """`"1,2,4"` to (1, 2, 4): positive whole numbers, in the order given, without repeats."""
     values = []
     for part in str(text).split(","):
-        if not (part.strip().isascii() and part.strip().isdigit()) or int(part) < 1 or int(part) > 2**31 - 1:
+        if not re.fullmatch(r"0*[1-9][0-9]{0,9}", part.strip(), re.ASCII) or int(part) > 2**31 - 1:
             raise UserError(f"{thing} {text!r:.60}: {part.strip()!r:.20} is not a positive whole number; "
                             f"write it like 1,2,4")
         values.append(int(part))

@@ -107,7 +107,8 @@ def refused(command):
         done = command(name, *arguments)
         assert done.returncode == code, done.stderr
         lines = done.stderr.strip().splitlines()
-        assert len(lines) == 1 and lines[0].startswith("error: "), done.stderr
+        assert len(lines) == 1, done.stderr
+        assert lines[0].startswith("error: "), done.stderr
         return lines[0]
     return run
 

@@ -146,8 +146,9 @@ class StepConfig:
     """One optimizer step: `accum` micro-steps over `batch` sequences of `length` tokens each. `update` says when
     parameters are updated: after the backward pass, or in it, as soon as each gradient is there, which then is freed.
 
-    A field with a help in its metadata is an option: commands, names, records and plans have it then. UserError for values
-    that can't be. """
+    A new option is a field here, with what a command's --help says of it; commands, names, records and plans have it then.
+    UserError for values that can't be.
+    """
 
     batch: Count
     length: Count

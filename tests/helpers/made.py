@@ -24,9 +24,10 @@ def make_record(batch: int = 4, length: int = 512, tok_s: float = 1000.0, peak: 
     """A record of 150M as a grid would write it, with the given throughput and peak."""
     cell = Cell.of("150M", batch, length, accum, engine=engine, recompute=recompute)
     step_s = batch * length * accum / tok_s
-    values = dict(at="2026-01-01T00:00:00+00:00", cell=cell, model=ModelConfig.named("150M"), status=Status(status),
-                  device="nvidia-geforce-gtx-1060", step_s=(step_s,) * 5, device_peak_bytes=int(peak),
-                  micro_s=step_s * 0.9 / accum, optimizer_s=step_s * 0.1)
+    values: dict[str, Any] = {
+        "at": "2026-01-01T00:00:00+00:00", "cell": cell, "model": ModelConfig.named("150M"), "status": Status(status),
+        "device": "nvidia-geforce-gtx-1060", "step_s": (step_s,) * 5, "device_peak_bytes": int(peak),
+        "micro_s": step_s * 0.9 / accum, "optimizer_s": step_s * 0.1}
     return Record(**(values | other))
 
 
@@ -39,10 +40,12 @@ def make_cliff(kind: Any, fast: float, bad: float, context: float = 0.3e9, free:
 
 def make_plan(device: str = "cpu-x", **changes: Any) -> Plan:
     """A plan of `device` as `plan` would write it; its forecasts mean nothing."""
-    values: dict[str, Any] = dict(
-        schema=1, at="2026-01-01T00:00:00+00:00", device=device, model=ModelConfig.named("1M", 500), step=StepConfig(2, 32),
-        corpus_tokens=1000, epochs=1, steps=32, optimizer=OptimizerConfig(1e-3), eval=10, checkpoint=10, limit_bytes=10**9,
-        predicted=Predicted(SPAN, SPAN, SPAN), why=[], runners_up=[], rejected=[], records_sha256="", calibration={})
+    values: dict[str, Any] = {
+        "schema": 1, "at": "2026-01-01T00:00:00+00:00", "device": device, "model": ModelConfig.named("1M", 500),
+        "step": StepConfig(2, 32), "corpus_tokens": 1000, "epochs": 1, "steps": 32, "optimizer": OptimizerConfig(1e-3),
+        "eval": 10, "checkpoint": 10, "limit_bytes": 10**9,
+        "predicted": Predicted(tok_s=SPAN, peak_bytes=SPAN, hours=SPAN), "why": [], "runners_up": [], "rejected": [],
+        "records_sha256": "", "calibration": {}}
     return Plan(**(values | changes))
 
 

@@ -49,7 +49,7 @@ def test_installed_commands_are_functions_that_exist():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     lines = setup["options.entry_points"]["console_scripts"].split("\n")
-    scripts = dict(map(str.strip, line.split("=")) for line in lines if line.strip())
+    scripts = {name.strip(): target.strip() for name, target in (line.split("=") for line in lines if line.strip())}
     assert scripts.keys() == {"spillcliff", "probe", "plan", "train"}
     for target in scripts.values():
         module, _, function = target.partition(":")

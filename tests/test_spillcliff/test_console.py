@@ -47,7 +47,7 @@ def test_what_nobody_reads_is_discarded_from_then_on(unread):
         with survives_closed_pipe(unread):
             print("words", file=unread, flush=True)
     assert not has_reader(unread)
-    assert has_reader(sys.__stderr__)
+    assert has_reader(sys.stderr)
     print("more words", file=unread, flush=True)
 
 
@@ -174,9 +174,9 @@ def leaves(monkeypatch, capsys):
                 raise result
             return result
 
-        with monkeypatch.context() as patch, pytest.raises(SystemExit) as left:
-            patch.setattr(sys, "argv", ["command"])
-            patch.setattr(signal, "signal", lambda *arguments: None)
+        monkeypatch.setattr(sys, "argv", ["command"])
+        monkeypatch.setattr(signal, "signal", lambda *arguments: None)
+        with pytest.raises(SystemExit) as left:
             run_command(command, "command")
         return left.value.code, *capsys.readouterr()
     return run

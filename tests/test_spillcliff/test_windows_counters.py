@@ -4,6 +4,7 @@ import ctypes
 import json
 import struct
 import sys
+from typing import Any
 
 import pytest
 from helpers.made import SAMPLES
@@ -13,9 +14,11 @@ from spillcliff.hardware.windows_counters import (
     NON_LOCAL,
     UTILIZATION,
     Counters,
+    Memory,
+    Utilization,
     adapter_of,
     non_local_bytes,
-    others,
+    other_processes,
     parse_memory,
 )
 
@@ -38,6 +41,8 @@ class Pdh:
     is no copy of the reader's structures. `missing` is the status with which counters are refused; `lone` that of a
     utilization after a single collection, where 0 gives numbers that mean nothing.
     """
+
+    PdhCollectQueryData: Any
 
     def __init__(self, case, missing=0, lone=INVALID_DATA):
         self.rows = {LOCAL: case["local"], NON_LOCAL: case["non_local"], UTILIZATION: case["engines"]}
@@ -87,7 +92,7 @@ class Pdh:
             return INVALID_ARGUMENT if given else MORE_DATA
         if size[0] < needed:
             return INVALID_ARGUMENT
-        memory = (ctypes.c_char * needed).from_address(buffer)
+        memory: Any = (ctypes.c_char * needed).from_address(buffer)
         at = 24 * len(rows)
         for i, ((_, status, value), name) in enumerate(zip(rows, names, strict=True)):
             pointer = 0 if name is None else buffer + at
@@ -102,11 +107,27 @@ class Pdh:
         return INVALID_HANDLE if self.collections.pop(query, None) is None else 0
 
 
-def read(case):
+def memory_of(counters: Counters) -> Memory:
+    """A reading that is there."""
+    memory = counters.memory()
+    assert memory is not None
+    return memory
+
+
+def read(case) -> tuple[Memory, Utilization]:
     """Memory and, of a second collection, utilization."""
     counters = Counters(Pdh(case))
     assert counters.utilization() is None
-    return counters.memory(), counters.utilization()
+    memory, utilization = counters.memory(), counters.utilization()
+    assert memory is not None
+    assert utilization is not None
+    return memory, utilization
+
+
+def non_local_of(case: str, pid: int) -> int:
+    size = non_local_bytes(read(CASES[case])[0], pid)
+    assert size is not None
+    return size
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -117,42 +138,46 @@ def test_what_the_readings_say_of_a_process_and_its_card(case):
     assert memory[pid][CARD].local_bytes == expect["local_bytes"]
     assert non_local_bytes(memory, pid) == expect["non_local_bytes"]
     assert utilization[pid][CARD] == expect["utilization"]
-    assert others(memory, utilization, pid, CARD) == tuple(expect["others"])
+    assert other_processes(memory, utilization, pid, CARD) == tuple(expect["others"])
 
 
 def test_a_spill_shows_as_growth_over_the_same_process_when_it_fitted():
-    healthy, small, large = (non_local_bytes(read(CASES[name])[0], 9124)
+    healthy, small, large = (non_local_of(name, 9124)
                              for name in ("healthy_laptop", "spilled_0.26_GB", "spilled_3.9_GB"))
-    assert small - healthy == 260_000_000 and large - healthy == 3_900_000_000
+    assert small - healthy == 260_000_000
+    assert large - healthy == 3_900_000_000
 
 
 def test_the_integrated_adapter_is_another_one():
     memory, utilization = read(CASES["healthy_laptop"])
     integrated = "0x00000000_0x0000b1f2"
     assert adapter_of(memory, 1388) == adapter_of(memory, 7340) == integrated
-    assert others(memory, utilization, 9124, integrated) == (4_194_304 + 318_767_104 + 211_812_352, 9.7)
+    assert other_processes(memory, utilization, 9124, integrated) == (4_194_304 + 318_767_104 + 211_812_352, 9.7)
 
 
 def test_an_instance_that_could_not_be_read_is_not_taken_for_zero():
     memory, utilization = read(CASES["malformed"])
-    assert set(memory) == {9124, 0, 4} and set(utilization) == {9124, 0}
+    assert set(memory) == {9124, 0, 4}
+    assert set(utilization) == {9124, 0}
 
 
 def test_pinned_memory_that_every_adapter_shows_is_counted_once():
     rows = [(f"pid_7_luid_0x0_0x{card}_phys_0", float(local)) for card, local in ((1, 10), (2, 30), (3, 20))]
     memory = parse_memory(rows, [(name, 4694.0) for name, _ in rows])
-    assert adapter_of(memory, 7) == "0x0_0x2" and non_local_bytes(memory, 7) == 4694
+    assert adapter_of(memory, 7) == "0x0_0x2"
+    assert non_local_bytes(memory, 7) == 4694
 
 
 def test_a_process_without_local_memory_has_no_card():
     memory = parse_memory([("pid_7_luid_0x0_0x1_phys_0", 0.0)], [("pid_7_luid_0x0_0x1_phys_0", 5.0)])
     for seen, pid in ((memory, 7), (memory, 8), ({}, 7), (None, 7)):
-        assert adapter_of(seen, pid) is None and non_local_bytes(seen, pid) is None
+        assert adapter_of(seen, pid) is None
+        assert non_local_bytes(seen, pid) is None
 
 
 def test_no_reading_is_no_zero_and_nobody_else_is_one():
-    assert others(None, None, 7, CARD) == (None, None)
-    assert others({}, {}, 7, CARD) == (0, 0.0)
+    assert other_processes(None, None, 7, CARD) == (None, None)
+    assert other_processes({}, {}, 7, CARD) == (0, 0.0)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
@@ -182,15 +207,16 @@ def test_a_collection_that_fails_or_has_no_readable_instance_gives_none_and_the_
         pdh.rows[LOCAL] = rows
         assert counters.memory() is None
     pdh.rows[LOCAL] = case["local"]
-    assert 9124 in counters.memory()
+    assert 9124 in memory_of(counters)
 
 
 def test_processes_that_start_later_are_in_the_same_query():
     pdh = Pdh(CASES["desktop"])
     counters = Counters(pdh)
-    assert 15480 not in counters.memory()
+    assert 15480 not in memory_of(counters)
     pdh.rows[LOCAL], pdh.rows[NON_LOCAL] = CASES["another_training"]["local"], CASES["another_training"]["non_local"]
-    assert 15480 in counters.memory() and pdh.queries == 1
+    assert 15480 in memory_of(counters)
+    assert pdh.queries == 1
 
 
 def test_reading_memory_collects_no_engines():
@@ -205,15 +231,22 @@ def test_reading_memory_collects_no_engines():
 
 def test_a_first_utilization_is_none_whatever_windows_says():
     counters = Counters(Pdh(CASES["desktop"], lone=0))
-    assert counters.utilization() is None and counters.utilization()[9124][CARD] == 91.0
+    assert counters.utilization() is None
+    utilization = counters.utilization()
+    assert utilization is not None
+    assert utilization[9124][CARD] == 91.0
 
 
 def test_closed_counters_read_nothing_and_hold_nothing():
     pdh = Pdh(CASES["desktop"])
     counters = Counters(pdh)
-    assert counters.memory() and counters.utilization() is None and len(pdh.collections) == 2
+    assert counters.memory()
+    assert counters.utilization() is None
+    assert len(pdh.collections) == 2
     counters.close()
-    assert not pdh.collections and counters.memory() is None and counters.utilization() is None
+    assert not pdh.collections
+    assert counters.memory() is None
+    assert counters.utilization() is None
     counters.close()
 
 
@@ -235,4 +268,5 @@ def test_this_machine_is_read_without_an_error():
     counters.close()
     assert first is None
     if sys.platform != "win32":
-        assert memory is None and utilization is None
+        assert memory is None
+        assert utilization is None

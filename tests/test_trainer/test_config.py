@@ -2,6 +2,7 @@
 learning rate is a function of the step alone."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -65,8 +66,8 @@ def test_flops_by_arithmetic_equal_those_counted_on_the_built_model(length):
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    (dict(heads=3), "1, 2, 4"), (dict(d_model=12, heads=4), "odd"), (dict(kv_heads=3), "1, 2 or 4"),
-    (dict(layers=0), "layers"), (dict(vocab=True), "vocab"), (dict(norm_eps=-1), "norm_eps")])
+    ({"heads": 3}, "1, 2, 4"), ({"d_model": 12, "heads": 4}, "odd"), ({"kv_heads": 3}, "1, 2 or 4"),
+    ({"layers": 0}, "layers"), ({"vocab": True}, "vocab"), ({"norm_eps": -1}, "norm_eps")])
 def test_shapes_that_cannot_be_are_refused_with_what_could(changes, words):
     with pytest.raises(UserError, match=words):
         tiny(**changes)
@@ -80,13 +81,15 @@ def test_sizes_that_are_not_are_refused(name):
 
 def test_step_and_optimizer_are_checked():
     assert StepConfig(4, 512, 3).tokens == 6144
-    for bad in (dict(batch=0), dict(length=-1), dict(accum=1.5), dict(engine="warp"), dict(recompute="all")):
-        with pytest.raises(UserError, match=next(iter(bad))):
-            StepConfig(**(dict(batch=1, length=8) | bad))
-    for bad in (dict(lr=0), dict(lr="fast"), dict(betas=[0.9]), dict(clip=-1), dict(schedule="magic"),
-                dict(warmup_steps=-1)):
-        with pytest.raises(UserError, match=next(iter(bad))):
-            OptimizerConfig(**(dict(lr=1e-3) | bad))
+    steps: list[tuple[str, Any]] = [("batch", 0), ("length", -1), ("accum", 1.5), ("engine", "warp"), ("recompute", "all")]
+    for name, value in steps:
+        with pytest.raises(UserError, match=name):
+            StepConfig(**{"batch": 1, "length": 8, name: value})
+    optimizers: list[tuple[str, Any]] = [("lr", 0), ("lr", "fast"), ("betas", [0.9]), ("clip", -1), ("schedule", "magic"),
+                                         ("warmup_steps", -1)]
+    for name, value in optimizers:
+        with pytest.raises(UserError, match=name):
+            OptimizerConfig(**{"lr": 1e-3, name: value})
 
 
 def test_the_rate_rises_to_its_peak_and_falls_to_a_tenth():

@@ -44,7 +44,8 @@ def test_a_curve_has_each_step_once_also_after_a_resume():
              {"kind": "checkpoint", "step": 5}, step(4), evaluation(4, 2.0)]
     rows = learning_curve.rows_of(lines, 64)
     assert [(r["step"], r["tokens"]) for r in rows] == [(n, 64 * n) for n in range(5)]
-    assert [r.get("loss") for r in rows] == [None, 10, 5, 10 / 3, 2.5] and [r.get("val_loss") for r in rows] == [
+    assert [r.get("loss") for r in rows] == [None, 10, 5, 10 / 3, 2.5]
+    assert [r.get("val_loss") for r in rows] == [
         5.0, None, None, None, 2.0]
     assert rows[1]["tok_s"] == 128
 
@@ -52,7 +53,9 @@ def test_a_curve_has_each_step_once_also_after_a_resume():
 def test_a_torn_last_line_is_told_and_left_out(run):
     said: list[str] = []
     curve = learning_curve.read(run([evaluation(0, 5.0), step(1)], '{"kind": "step", "st'), said.append)
-    assert len(curve.rows) == 2 and len(said) == 1 and "line 3 is torn" in said[0]
+    assert len(curve.rows) == 2
+    assert len(said) == 1
+    assert "line 3 is torn" in said[0]
     bad, empty = run([{"kind": 3}, step(1)], name="bad"), run([], name="empty")
     with pytest.raises(UserError, match="line 1"):
         learning_curve.read(bad)
@@ -76,8 +79,11 @@ def test_the_table_says_what_the_log_says(run):
     rows = list(csv.DictReader(io.StringIO(text)))
     assert [(r["run"], r["step"]) for r in rows] == [("first", "0"), ("first", "1"), ("first", "2"), ("second", "0"),
                                                      ("second", "1")]
-    assert float(rows[0]["val_loss"]) == 5.123456789012345 and float(rows[1]["loss"]) == 1 / 3 and rows[2]["loss"] == "nan"
-    assert rows[0]["loss"] == "" and float(rows[1]["tok_s"]) == 128
+    assert float(rows[0]["val_loss"]) == 5.123456789012345
+    assert float(rows[1]["loss"]) == 1 / 3
+    assert rows[2]["loss"] == "nan"
+    assert rows[0]["loss"] == ""
+    assert float(rows[1]["tok_s"]) == 128
 
 
 def test_smoothing_follows_the_trend():
@@ -94,7 +100,8 @@ def test_commands_draw_and_tabulate(called, run, tmp_path):
     code, out, err = called(tmp_path, "train", "curve", "--run", "first", "--run", "$only_an-evaluation$", "--json")
     assert code == 0, err
     picture = tmp_path / json.loads(out)["picture"]
-    assert picture == tmp_path / "first" / "curve.png" and picture.read_bytes().startswith(PNG)
+    assert picture == tmp_path / "first" / "curve.png"
+    assert picture.read_bytes().startswith(PNG)
     code, out, err = called(tmp_path, "train", "curve", "--run", "first", "--csv", "-")
     assert len(list(csv.DictReader(io.StringIO(out)))) == 60
     assert "torn" in err
@@ -117,7 +124,8 @@ def test_records_are_shown_as_csv(called, tmp_path):
     rows = list(csv.DictReader(io.StringIO(out)))
     assert [(r["model"], r["batch"], r["status"], r["why"]) for r in rows] == [
         ("150M", "4", "fits", ""), ("150M", "8", "oom", 'a "quoted", one')]
-    assert float(rows[0]["tok_s"]) == records[0].tok_s and rows[1]["tok_s"] == ""
+    assert float(rows[0]["tok_s"]) == records[0].tok_s
+    assert rows[1]["tok_s"] == ""
     assert called(tmp_path, "probe", *shown, "out.csv")[1] == "written to out.csv\n"
     assert (tmp_path / "out.csv").read_text() == out
 
@@ -139,6 +147,7 @@ def test_event_files_have_each_step_once_after_a_resume(run):
     events = EventAccumulator(str(folder.tensorboard)).Reload()
     points = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert points["loss/train"] == [(1, 1), (2, 2), (3, 3), (4, 40), (5, 50), (6, 60)]
-    assert points["loss/validation"] == [(0, 5)] and points["tok_s"] == [(n, 128) for n in range(1, 7)]
+    assert points["loss/validation"] == [(0, 5)]
+    assert points["tok_s"] == [(n, 128) for n in range(1, 7)]
     assert set(points) == {"loss/train", "loss/validation", "tok_s", "lr", "gradient_norm"}
     assert "sample/the/text_summary" in events.Tags()["tensors"]

@@ -3,12 +3,11 @@
 import json
 
 import pytest
-
 from helpers.made import make_plan
 
 from spillcliff.errors import UserError
 from trainer.config import StepConfig
-from trainer.plan import PairCounts, Plan, Rejected, RunnerUp, Span, is_due, times_due, validation_tokens
+from trainer.plan import PairCounts, Plan, Rejected, RunnerUp, is_due, times_due, validation_tokens
 
 CELL = {"model": "1M", "batch": 4, "length": 32, "vocab": 500}
 PAIRS = {"length": 32, "rows": 2, "pairs": 3, "tokens_real": 60, "tokens_answer": 9, "tokens_padded": 4}
@@ -32,7 +31,8 @@ def test_a_plan_comes_back_as_it_was_written(tmp_path):
     ("why", "because", "why"),
     ("pairs", PAIRS | {"tokens_padded": 5}, "pairs.*60 real and 5 padded"),
     ("runners_up", [{"cell": {"batch": 0}}], "cell"),
-    ("rejected", [{"cell": CELL}], "why"), ("software", {"torch": 2}, "software"), ("device", None, "device"), ("eval", -1, "eval"), ("limit_bytes", True, "limit_bytes")])
+    ("rejected", [{"cell": CELL}], "why"), ("software", {"torch": 2}, "software"), ("device", None, "device"),
+    ("eval", -1, "eval"), ("limit_bytes", True, "limit_bytes")])
 def test_a_bad_field_is_named(tmp_path, name, value, words):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(PLAN.to_json() | {name: value}))
@@ -57,8 +57,8 @@ def test_a_file_that_is_none(tmp_path):
             Plan.load(tmp_path / "plan.json")
     with pytest.raises(UserError, match="no such file"):
         Plan.load(tmp_path / "other.json")
+    (tmp_path / "other").mkdir()
     with pytest.raises(UserError, match="other"):
-        (tmp_path / "other").mkdir()
         Plan.load(tmp_path / "other")
 
 

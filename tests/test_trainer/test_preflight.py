@@ -46,7 +46,9 @@ def plan(**changes):
 @pytest.mark.parametrize("facts", [CARD, CPU])
 def test_a_machine_in_order_has_nothing_against_it(facts):
     findings = preflight.check(facts)
-    assert {f.level for f in findings} == {"ok"} and preflight.refusal(findings) is None and not preflight.warnings(findings)
+    assert {f.level for f in findings} == {"ok"}
+    assert preflight.refusal(findings) is None
+    assert not preflight.warnings(findings)
 
 
 @pytest.mark.parametrize(("what", "level", "words", "changes"), [
@@ -106,15 +108,21 @@ def test_a_locked_folder_is_not_also_called_used():
 
 def test_a_refusal_names_all_that_refuse_and_is_bad_input_only_for_what_was_asked():
     both = preflight.refusal(preflight.check(dataclasses.replace(CARD, on_battery=True, free_bytes=10**9)))
-    assert isinstance(both, Refused) and str(both).startswith("power: ") and "; memory: " in str(both)
-    asked = preflight.refusal(preflight.check(dataclasses.replace(CARD, on_battery=True, engine_problem="graph needs a card")))
-    assert type(asked) is UserError and "power: " in str(asked) and "engine: " in str(asked)
+    assert isinstance(both, Refused)
+    assert str(both).startswith("power: ")
+    assert "; memory: " in str(both)
+    facts = dataclasses.replace(CARD, on_battery=True, engine_problem="graph needs a card")
+    asked = preflight.refusal(preflight.check(facts))
+    assert type(asked) is UserError
+    assert "power: " in str(asked)
+    assert "engine: " in str(asked)
 
 
 def test_the_table_fits_80_columns_and_every_warning_is_a_line():
     findings = preflight.check(dataclasses.replace(CARD, on_battery=True, fingerprint="card-b", folder_problem="x" * 200))
     table = list(preflight.lines(findings))
-    assert max(map(len, table)) <= 80 and len(table) > len(findings)
+    assert max(map(len, table)) <= 80
+    assert len(table) > len(findings)
     assert table[0].startswith("REFUSE  power       on battery")
     (warning,) = preflight.warnings(findings)
     assert warning.startswith("warning: card: planned on card-a")
@@ -145,7 +153,8 @@ def test_a_build_without_the_kernels_is_a_finding(monkeypatch, tmp_path):
     monkeypatch.setattr(preflight_facts, "resolve_device", resolve)
     run = RunFolder(tmp_path / "run")
     findings = preflight.check(preflight_facts.gather_for_audit(PLAN, (), (), run, device_name=None, allow_battery=False))
-    assert "no kernels" in str(preflight.refusal(findings)) and not {"engine", "memory"} & {f.what for f in findings}
+    assert "no kernels" in str(preflight.refusal(findings))
+    assert not {"engine", "memory"} & {f.what for f in findings}
 
 
 @pytest.fixture
@@ -164,7 +173,8 @@ def test_the_command_lists_what_it_saw_and_writes_no_run(home, called):
     assert code == 0, err
     assert not err
     rows = out.splitlines()
-    assert max(map(len, rows)) <= 80 and any(r.startswith("warn    card") for r in rows)
+    assert max(map(len, rows)) <= 80
+    assert any(r.startswith("warn    card") for r in rows)
     assert sorted(p.name for p in home.iterdir()) == ["plan.json", "tokens.bin", "tokens.bin.json", "tokens.bin.scan.json"]
 
 
@@ -176,7 +186,8 @@ def test_the_command_refuses_an_id_past_the_vocabulary(home, called):
     assert code == 4
     assert told["refused"]
     (refused,) = [f for f in told["findings"] if f["level"] == "refuse"]
-    assert refused["what"] == "data" and "id 400 at position 400 is past the model's vocabulary of 400" in refused["seen"]
+    assert refused["what"] == "data"
+    assert "id 400 at position 400 is past the model's vocabulary of 400" in refused["seen"]
     assert err.splitlines()[-1].startswith("error: data: ")
 
 
@@ -184,17 +195,19 @@ def test_a_start_on_battery_is_refused_unless_it_is_allowed(home, monkeypatch, c
     monkeypatch.chdir(home)
     monkeypatch.setattr(preflight_facts, "on_battery", lambda: True)
     arguments = ["--plan", "plan.json", "--data", "tokens.bin", "--device", "cpu", "--run", "run"]
-    with pytest.raises(Refused, match="^power: on battery.*--allow-battery$"):
+    with pytest.raises(Refused, match=r"^power: on battery.*--allow-battery$"):
         cli.main(arguments, standalone_mode=False)
-    assert "warning: card: planned on cpu-of-another" in capsys.readouterr().out and not (home / "run").exists()
+    assert "warning: card: planned on cpu-of-another" in capsys.readouterr().out
+    assert not (home / "run").exists()
     cli.main([*arguments, "--allow-battery", "--dry-run"], standalone_mode=False)
-    assert "warn    power       on battery" in capsys.readouterr().out and not (home / "run").exists()
+    assert "warn    power       on battery" in capsys.readouterr().out
+    assert not (home / "run").exists()
 
 
 def test_a_start_with_too_little_disk_is_refused(home, monkeypatch):
     monkeypatch.chdir(home)
     monkeypatch.setattr(preflight_facts, "_disk_free", lambda path: 10**6)
-    with pytest.raises(Refused, match="^disk: 1.0 MB free, a checkpoint takes 1.36 MB; make room for 3"):
+    with pytest.raises(Refused, match=r"^disk: 1\.0 MB free, a checkpoint takes 1.36 MB; make room for 3"):
         cli.main(["--plan", "plan.json", "--data", "tokens.bin", "--device", "cpu", "--run", "run"], standalone_mode=False)
 
 
@@ -255,7 +268,8 @@ def test_a_scan_is_kept_and_used_while_the_file_is_the_same(home, reads):
         Tokens.open(path).check(499)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1000))
     Tokens.open(path).check(500)
-    assert reads == [1, 1, 1] and scan(home)["mtime_ns"] == stat.st_mtime_ns + 1000
+    assert reads == [1, 1, 1]
+    assert scan(home)["mtime_ns"] == stat.st_mtime_ns + 1000
 
 
 def test_a_file_that_was_changed_within_its_time_s_resolution_is_read_again(home, reads):
@@ -279,7 +293,8 @@ def test_a_damaged_scan_is_ignored_and_made_again(home, reads, damage):
         damage = json.dumps(whole | {"max_id": "499" if "text" in damage else -1})
     scan_file(path).write_text(damage)
     Tokens.open(path).check(500)
-    assert reads == [1, 1] and scan(home) == whole
+    assert reads == [1, 1]
+    assert scan(home) == whole
 
 
 def test_a_piece_keeps_no_scan_of_the_file_and_neither_does_a_look_that_may_not_write(home):

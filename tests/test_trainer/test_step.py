@@ -48,6 +48,7 @@ def test_the_clip_bounds_the_gradient_that_the_update_sees():
     _, norm = train(tokens(1, 2), 1e-3)
     moments = [t for name, t in train.named_state().items() if name.startswith("exp_avg.")]
     seen = torch.stack([m.norm() for m in moments]).norm() / 0.1
+    assert norm is not None
     assert float(norm) > 0.1
     assert float(seen) == pytest.approx(0.01, rel=1e-3)
 
@@ -104,7 +105,8 @@ def test_updating_in_the_backward_pass_gives_the_same_step():
     for i in range(5):
         t = tokens(1, 2, seed=i)
         a, b = after(t, 1e-2), within(t, 1e-2)
-        assert a[0].item() == b[0].item() and a[1] is b[1] is None
+        assert a[0].item() == b[0].item()
+        assert a[1] is b[1] is None
     assert all(p.grad is None for p in within.model.parameters())
     for (name, a), (_, b) in zip(after.named_state().items(), within.named_state().items(), strict=True):
         assert torch.equal(a, b), name
@@ -128,7 +130,8 @@ def test_fp32_is_locked_whatever_was_set_before(monkeypatch):
     torch.set_float32_matmul_precision("medium")
     TrainStep(tiny(), StepConfig(2, 16), OptimizerConfig(lr=1e-2), CPU)
     assert torch.get_float32_matmul_precision() == "highest"
-    assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+    assert not torch.backends.cuda.matmul.allow_tf32
+    assert not torch.backends.cudnn.allow_tf32
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     with pytest.raises(UserError, match="NVIDIA_TF32_OVERRIDE"):
         TrainStep(tiny(), StepConfig(2, 16), OptimizerConfig(lr=1e-2), CPU)

@@ -28,7 +28,7 @@ def steps(seconds: float, count: int) -> list[StepTimes]:
 def test_data_for_one_window_alone_is_refused_with_both_numbers(token_file):
     """nanoGPT 292: no longer than a block, data crash. Here a window to train on and one to validate on are needed."""
     plan = dataclasses.replace(PLAN, step=StepConfig(2, 10))
-    with pytest.raises(UserError, match="has 21 tokens; .* take 22"):
+    with pytest.raises(UserError, match=r"has 21 tokens; .* take 22"):
         open_data(plan, [token_file(range(21))])
     train, held = open_data(plan, [token_file(range(22))])
     assert train.windows(10) == held.windows(10) == 1
