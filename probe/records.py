@@ -220,7 +220,7 @@ def _unusual(value: Any) -> Any:
     """A dataclass's fields that are not at their defaults, and those of the dataclasses in them."""
     if not dataclasses.is_dataclass(value):
         return value
-    usual = _defaults(type(value))
+    usual: dict[str, Any] = _defaults(type(value))  # type: ignore[arg-type]  # a class can be hashed
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     return {name: _unusual(own) for name, own in fields.items() if name not in usual or own != usual[name]}
 
