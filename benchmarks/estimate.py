@@ -27,15 +27,22 @@ import shlex
 import sys
 import textwrap
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from probe.cell import Cell, shape
-from probe.estimate.peak import CardMemory, estimate
-from probe.grid.bench import look
+from probe.cell import Cell
+from probe.estimate.peak import CardMemory, estimate, model_of
+from probe.grid.session import ask
+from probe.tasks.table import DescribeDevice, MeasureCell, Task
 from probe.tasks.worker import Workers
 from probe.verdict import Card
 from trainer.config import RECOMPUTES
+
+if TYPE_CHECKING:
+    import torch
 
 OPTIONS = list(itertools.product(("eager", "graph"), RECOMPUTES, (1, 4)))
 SHAPES = {
@@ -45,8 +52,8 @@ SHAPES = {
     "300M": "1x256 1x2048 1x128 4x2048 4x256 2x512 8x128 1x1024 2x1024 4x128 4x256 2x2048 1x512 4x512 2x256 16x256",
 }
 """Batch x length of each model's cells, in turn."""
-COMPILED = [Cell("10M", 8, 512, 1, "compile"), Cell("50M", 4, 512, 4, "compile", "block"),
-            Cell("150M", 4, 512, 1, "compile"), Cell("300M", 1, 1024, 4, "compile")]
+COMPILED = [Cell.of("10M", 8, 512, engine="compile"), Cell.of("50M", 4, 512, 4, engine="compile", recompute="block"),
+            Cell.of("150M", 4, 512, engine="compile"), Cell.of("300M", 1, 1024, 4, engine="compile")]
 
 NEEDS_S, LIMIT_S = {"plain": 8, "tracked": 10, "compiled": 30}, 120
 """What must be left of --seconds for one more to be started, and when a cell is ended in any case."""
@@ -62,25 +69,26 @@ def plain_cells() -> list[Cell]:
     for turn, row in enumerate(zip(*map(str.split, SHAPES.values()), strict=True)):
         for i, (model, text) in enumerate(zip(SHAPES, row, strict=True)):
             engine, recompute, accum = OPTIONS[(5 * turn + 3 * i) % len(OPTIONS)]
-            cells.append(Cell(model, *map(int, text.split("x")), accum, engine, recompute))
+            batch, length = map(int, text.split("x"))
+            cells.append(Cell.of(model, batch, length, accum, engine=engine, recompute=recompute))
     return cells
 
 
 def jobs() -> list[tuple[str, Cell]]:
     """(kind, cell) of everything, in order; tracked is each model's first plain cell of the simplest options."""
     plain = plain_cells()
-    tracked = [next(c for c in plain if c == Cell(model, c.batch, c.length)) for model in SHAPES]
+    tracked = [next(c for c in plain if c == Cell.of(model, c.batch, c.length)) for model in SHAPES]
     return [*(("plain", c) for c in plain), *(("tracked", c) for c in tracked), *(("compiled", c) for c in COMPILED)]
 
 
 def korthikanti(cell: Cell, holds_scores: bool) -> int | None:
     """K22 or K22- of the module's docstring, in bytes; the paper's own letters."""
-    model = shape(cell)
+    model = model_of(cell)
     s, b, h, a, v = cell.length, cell.batch, model.d_model, model.heads, model.vocab
-    if cell.recompute == "elementwise":
+    if cell.step.recompute == "elementwise":
         return None
     scores = 5 * a * s * s * b if holds_scores else 0
-    layer = 2 * s * b * h if cell.recompute == "block" else 34 * s * b * h + scores
+    layer = 2 * s * b * h if cell.step.recompute == "block" else 34 * s * b * h + scores
     return 16 * model.parameters + 2 * (model.layers * layer + 4 * s * b * h) + 4 * s * b * v
 
 
@@ -89,51 +97,60 @@ def predict(cell: Cell, card: CardMemory) -> dict:
     begin = time.perf_counter()
     ours = estimate(cell, card)
     return {"seconds": time.perf_counter() - begin} | {c: getattr(ours, f"{c}_bytes") for c in COLUMNS} | {
-            "16N": 16 * shape(cell).parameters, "K22": korthikanti(cell, True), "K22-": korthikanti(cell, False)}
+            "16N": 16 * model_of(cell).parameters, "K22": korthikanti(cell, True), "K22-": korthikanti(cell, False)}
 
 
-def run(workers: Workers, function: str, args: tuple, seconds: float) -> dict:
-    """What `function` returned in a process of its own, or {"error"}."""
-    outcome = workers.run(function, args, seconds)
-    if outcome.measured is not None:
-        return outcome.measured
-    last = outcome.tail.strip().splitlines()[-1:]
+A = TypeVar("A")
+
+
+def answer(workers: Workers, task: Task[A, Any], seconds: float) -> A | str:
+    """The task's answer, or in words why there is none."""
+    outcome = workers.run(task, seconds)
+    if outcome.answer is not None:
+        return outcome.answer
+    last = outcome.printed.strip().splitlines()[-1:]
     why = outcome.killed or ": ".join(outcome.error or last or [f"exit code {outcome.exit_code}"])
-    return {"error": " ".join(why.split())[:200]}
+    return " ".join(why.split())[:200]
 
 
-def track(cell: Cell, name: str, report) -> dict:
-    """MemTracker's peak in bytes for two steps of `cell`, in this process; how it was had, and why not otherwise."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
+@dataclass(frozen=True)
+class Track(Task[dict[str, Any], None]):
+    """MemTracker's peak in bytes for two steps of `cell`; how it was had, and why not otherwise."""
 
-    begin, why = time.perf_counter(), []
-    for how, mode in (("FakeTensorMode", FakeTensorMode), ("on the device", contextlib.nullcontext)):
-        try:
-            with mode():
-                peak = tracked_peak(cell, torch.device(name))
-            return {"bytes": peak, "how": how, "why": "; ".join(why), "seconds": time.perf_counter() - begin}
-        except Exception as e:  # whatever another's tool stumbles over is its result here
-            why.append(" ".join(f"{how}: {type(e).__name__}: {e}".split())[:200])
-    return {"error": "; ".join(why)}
+    cell: Cell
+    device: str
+
+    def run(self, send: Callable[[None], None]) -> dict[str, Any]:
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        begin, why = time.perf_counter(), list[str]()
+        for how, mode in (("FakeTensorMode", FakeTensorMode), ("on the device", contextlib.nullcontext)):
+            try:
+                with mode():
+                    peak = tracked_peak(self.cell, torch.device(self.device))
+                return {"bytes": peak, "how": how, "why": "; ".join(why), "seconds": time.perf_counter() - begin}
+            except Exception as e:  # whatever another's tool stumbles over is its result here
+                why.append(" ".join(f"{how}: {type(e).__name__}: {e}".split())[:200])
+        return {"error": "; ".join(why)}
 
 
-def tracked_peak(cell: Cell, where) -> int:
+def tracked_peak(cell: Cell, device: "torch.device") -> int:
     import torch
     from torch.distributed._tools.mem_tracker import MemTracker
 
     from trainer.config import OptimizerConfig
     from trainer.run.step import TrainStep
 
-    step = TrainStep(shape(cell), cell.step, OptimizerConfig(1e-5), where)
-    tokens = torch.zeros((cell.accum, cell.batch, cell.length + 1), dtype=torch.int32, device=where)
+    step = TrainStep(model_of(cell), cell.step, OptimizerConfig(1e-5), device)
+    tokens = torch.zeros((cell.accum, cell.batch, cell.length + 1), dtype=torch.int32, device=device)
     tracker = MemTracker()
     tracker.track_external(step.model, tokens)
     with tracker:
         for _ in range(2):  # the optimizer's moments are there from the first update on
             step(tokens, 1e-5)
             tracker.reset_mod_stats()  # without which it refuses a second step
-    return tracker.get_tracker_snapshot("peak")[where]["Total"]
+    return tracker.get_tracker_snapshot("peak")[device]["Total"]
 
 
 def error(row: dict, name: str) -> float | None:
@@ -144,7 +161,7 @@ def error(row: dict, name: str) -> float | None:
 
 
 def names(cell: Cell) -> list[str]:
-    return [cell.model, f"{cell.batch}x{cell.length}x{cell.accum}", cell.engine, cell.recompute[:5]]
+    return [cell.model, f"{cell.batch}x{cell.length}x{cell.accum}", cell.step.engine, cell.step.recompute[:5]]
 
 
 def texts(row: dict) -> list[str]:
@@ -152,13 +169,13 @@ def texts(row: dict) -> list[str]:
     def text(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    found, measured = names(Cell(**row["cell"])), row["measured"]
+    fields, measured = names(Cell.from_json(row["cell"])), row["measured"]
     if "error" in measured:
-        return [*found, measured["error"].replace("|", "/")]
+        return [*fields, measured["error"].replace("|", "/")]
     for column in COLUMNS:
         sizes = row["predicted"][column], measured.get(f"{column}_peak_bytes")
-        found += [*(text(size and size / 1e9, ".3f") for size in sizes), text(error(row, column), "+.2f")]
-    return found + [text(error(row, peer), "+.0f") for peer in PEERS]
+        fields += [*(text(size and size / 1e9, ".3f") for size in sizes), text(error(row, column), "+.2f")]
+    return fields + [text(error(row, peer), "+.0f") for peer in PEERS]
 
 
 def line(fields) -> str:
@@ -172,7 +189,7 @@ def tracked_text(row: dict, rows: list[dict]) -> str:
     says = f"failed: {got['error']}" if "error" in got else (
         f"{got['bytes'] / 1e9:.3f} GB, {'not measured' if off is None else f'off {off:+.2f}%'}, {got['how']}, "
         f"{got['seconds']:.1f} s" + (f" (not by {got['why']})" if got["why"] else ""))
-    return textwrap.fill(f"MemTracker {' '.join(names(Cell(**row['cell'])))}: {says}", 108, subsequent_indent="  ")
+    return textwrap.fill(f"MemTracker {' '.join(names(Cell.from_json(row['cell'])))}: {says}", 108, subsequent_indent="  ")
 
 
 def tracked_error(row: dict, rows: list[dict]) -> float | None:
@@ -188,17 +205,17 @@ def summary(rows: list[dict], tracked: list[dict]) -> list[dict]:
     plain, compiled = ([r for r in rows if (r["cell"]["engine"] == "compile") == is_it] for is_it in (False, True))
     wanted = [*((c, "eager and graph", plain) for c in COLUMNS), *((c, "compile", compiled) for c in COLUMNS),
               *((p, "allocated, eager and graph", plain) for p in PEERS)]
-    for how in sorted({r["tracked"].get("how", "") for r in tracked}):
-        wanted.append(("MemTracker", f"allocated, {how}", [r for r in tracked if r["tracked"].get("how") == how]))
-    found = []
+    wanted += [("MemTracker", f"allocated, {how}", [r for r in tracked if r["tracked"].get("how") == how])
+               for how in sorted({r["tracked"].get("how", "") for r in tracked})]
+    lines = []
     for name, of, members in wanted:
         errors = [(tracked_error(r, rows) if "tracked" in r else error(r, name), r) for r in members]
         if known := [(off, r) for off, r in errors if off is not None]:
             worst, row = max(known, key=lambda pair: abs(pair[0]))
-            found.append({"what": name, "of": of, "cells": len(known), "worst_percent": round(worst, 3),
+            lines.append({"what": name, "of": of, "cells": len(known), "worst_percent": round(worst, 3),
                           "median_percent": round(median(abs(off) for off, _ in known), 3),
-                          "worst_cell": " ".join(names(Cell(**row["cell"])))})
-    return found
+                          "worst_cell": " ".join(names(Cell.from_json(row["cell"])))})
+    return lines
 
 
 def summary_fields(s: dict) -> list[str]:
@@ -228,27 +245,28 @@ def measure_all(options: argparse.Namespace, result: dict, keep) -> None:
     """Runs the jobs that --seconds has room for, telling each as it ends."""
     begin = time.monotonic()
     with Workers() as workers:
-        facts, _ = look(workers, None, Path.cwd())
+        facts = ask(workers, DescribeDevice(None, Path.cwd())).facts
         if facts.kind != "cuda":
             sys.exit("error: there is no CUDA card here; try --records FILE")
         result |= {"facts": dataclasses.asdict(facts), "took_s": time.monotonic() - begin}
-        memory, card, where = CardMemory.of(result["facts"]), Card(facts.total_bytes, True), "cuda:0"
+        memory, card, device = CardMemory.of(result["facts"]), Card(facts.total_bytes, True), "cuda:0"
         for kind, cell in jobs():
             left = options.seconds - (time.monotonic() - begin)
             if left < NEEDS_S[kind]:
                 continue
-            row, limit = {"cell": dataclasses.asdict(cell)}, min(LIMIT_S, left)
+            row: dict[str, Any] = {"cell": cell.to_json()}
+            limit_s = min(LIMIT_S, left)
             if kind == "tracked":
-                row["tracked"] = run(workers, "benchmarks.estimate:track", (cell, where), limit)
+                tracked = answer(workers, Track(cell, device), limit_s)
+                row["tracked"] = {"error": tracked} if isinstance(tracked, str) else tracked
                 result["tracked"].append(row)
                 print(tracked_text(row, result["rows"]), flush=True)
             else:
-                args = cell, where, facts.uuid, options.cell_seconds, card, None
-                got = run(workers, "probe.tasks.measure_cell:measure", args, limit)
-                if got.get("error") == "timeout" and limit < LIMIT_S:
+                got = answer(workers, MeasureCell(cell, device, facts.uuid, options.cell_seconds, card), limit_s)
+                if got == "timeout" and limit_s < LIMIT_S:
                     continue  # --seconds ended it, which says nothing of the cell
-                fields = ("error", *(f"{c}_peak_bytes" for c in COLUMNS))
-                row["measured"] = {k: got[k] for k in fields if k in got}
+                row["measured"] = {"error": got} if isinstance(got, str) else {
+                    name: getattr(got, name) for name in (f"{c}_peak_bytes" for c in COLUMNS)}
                 row |= {"cell_s": round(time.monotonic() - begin - result["took_s"], 2), "predicted": predict(cell, memory)}
                 result["rows"].append(row)
                 print(line(texts(row)), flush=True)
@@ -265,7 +283,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="write the tables here as Markdown")
     options = parser.parse_args()
     command = shlex.join(["python3", "-m", "benchmarks.estimate", *sys.argv[1:]])
-    result = {"command": command, "facts": {}, "took_s": 0.0, "rows": [], "tracked": [], "summary": []}
+    result: dict[str, Any] = {"command": command, "facts": {}, "took_s": 0.0, "rows": [], "tracked": [], "summary": []}
 
     def keep() -> None:
         if options.out:
@@ -276,7 +294,7 @@ def main() -> None:
         result |= json.loads(options.records.read_text(encoding="utf-8"))
         result["command"] = f"{result['command'].split(' && ')[0]} && {command}"
         for row in result["rows"]:
-            row["predicted"] = predict(Cell(**row["cell"]), CardMemory.of(result["facts"]))
+            row["predicted"] = predict(Cell.from_json(row["cell"]), CardMemory.of(result["facts"]))
             print(line(texts(row)))
         for row in result["tracked"]:
             print(tracked_text(row, result["rows"]))

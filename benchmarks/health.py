@@ -28,8 +28,10 @@ def start(folder: Path, model: ModelConfig, device: str) -> subprocess.Popen:
     ids.astype(dtype_for(model.vocab)).tofile(folder / "data.bin")
     write_sidecar(folder / "data.bin", len(ids), model.vocab, None)
     span, never = Span(1.0, 1.0, 1.0), 10**7
-    plan = Plan(1, "2026-01-01T00:00:00+00:00", device, model, SHAPES[device.partition(":")[0]], len(ids), 1, never,
-                OptimizerConfig(1e-4), never, never, 10**15, Predicted(span, span, span), [], [], [], "", {})
+    plan = Plan(schema=1, at="2026-01-01T00:00:00+00:00", device=device, model=model,
+                step=SHAPES[device.partition(":")[0]], corpus_tokens=len(ids), epochs=1, steps=never,
+                optimizer=OptimizerConfig(1e-4), eval=never, checkpoint=never, limit_bytes=10**15,
+                predicted=Predicted(span, span, span))
     plan.save(folder / "plan.json")
     return subprocess.Popen([sys.executable, "-m", "trainer.cli", "--plan", folder / "plan.json", "--data",
                              folder / "data.bin", "--run", folder / "run", "--device", device, "--allow-battery"],
@@ -44,7 +46,10 @@ class Bench:
 
     def window(self, seconds: float, is_watched: bool) -> dict:
         """steps a second, the run's processor seconds a step and the watcher's a minute, of a window of the run."""
-        self.watcher.resume() if is_watched else self.watcher.suspend()
+        if is_watched:
+            self.watcher.resume()
+        else:
+            self.watcher.suspend()
         spent, watching, begin = cpu_s(self.runner), cpu_s(self.watcher), time.time()
         time.sleep(seconds)
         spent, watching, until = cpu_s(self.runner) - spent, cpu_s(self.watcher) - watching, time.time()
@@ -70,9 +75,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="Of one window.")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    model, pairs = ModelConfig.named(options.model), []
+    model, pairs = ModelConfig.named(options.model), list[dict]()
     with tempfile.TemporaryDirectory() as name:
-        run, process, watcher = Path(name) / "run", start(Path(name), model, options.device), None
+        run, process = Path(name) / "run", start(Path(name), model, options.device)
+        watcher: subprocess.Popen[str] | None = None
         try:
             while not (run / "log.jsonl").exists() or (run / "log.jsonl").read_text().count('"step"') < 20:
                 if process.poll() is not None:
@@ -80,17 +86,19 @@ def main() -> None:
                 time.sleep(0.5)
             watcher = subprocess.Popen([sys.executable, "-m", "probe.cli", "health", "--run", run, "--watch", "--json"],
                                        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            assert watcher.stderr is not None
             watcher.stderr.readline()
             time.sleep(options.seconds)
             bench = Bench(run, psutil.Process(process.pid), psutil.Process(watcher.pid))
             for pair in range(options.pairs):
                 order = (False, True) if pair % 2 == 0 else (True, False)  # a drift falls on both alike
-                seen = {is_watched: bench.window(options.seconds, is_watched) for is_watched in order}
-                pairs.append({"alone": seen[False], "watched": seen[True]})
+                windows = {is_watched: bench.window(options.seconds, is_watched) for is_watched in order}
+                pairs.append({"alone": windows[False], "watched": windows[True]})
         finally:
-            for one in filter(None, (watcher, process)):
-                one.kill()
-                one.wait()
+            for child in (watcher, process):
+                if child is not None:
+                    child.kill()
+                    child.wait()
     tell(options, pairs, SHAPES[options.device.partition(":")[0]].tokens)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from planner.decide.costmodel import CostModel, Prediction, option
+from planner.decide.costmodel import CostModel, Prediction
 from probe.records import Record, latest, load
 from trainer.plan import Plan
 
@@ -22,7 +22,7 @@ CELLS = 8
 def spread(records: Sequence[Record], count: int) -> list[Record]:
     """The smallest and the largest cell, and then whichever is furthest from those taken, in doublings of tokens and of
     length: chosen without looking at what was measured."""
-    at = np.log2([[r.cell.batch * r.cell.length, r.cell.length] for r in records])
+    at = np.log2([[r.cell.step.micro_tokens, r.cell.length] for r in records])
     at = (at - at.min(0)) / np.maximum(np.ptp(at, axis=0), 1e-9)
     taken = [int(at.sum(1).argmin()), int(at.sum(1).argmax())]
     while len(taken) < min(count, len(records)):
@@ -33,21 +33,22 @@ def spread(records: Sequence[Record], count: int) -> list[Record]:
 
 def held_out(records: Sequence[Record], count: int = CELLS) -> list[tuple[Record, Prediction]]:
     """The cells of one option that were not given to the model, and what it predicted for them."""
-    given = spread(records, count)
-    rest = [r for r in records if r not in given]
-    return list(zip(rest, CostModel(given).predict([r.cell for r in rest]), strict=True))
+    known = spread(records, count)
+    rest = [r for r in records if r not in known]
+    predictions = CostModel(known).predict([r.cell for r in rest])
+    return [(record, prediction) for record, prediction in zip(rest, predictions, strict=True) if prediction]
 
 
 def grids(results: Path) -> dict[str, list[Record]]:
     """The options of every device with 12 or more cells that fit."""
-    found: dict[str, list[Record]] = {}
+    options: dict[str, list[Record]] = {}
     for path in sorted(results.glob("*/records.jsonl")):
         for r in latest(load(path)).values():
-            if r.status == "fits" and not r.cell.is_foreign:
-                model, _, accum, engine, recompute, update = option(r.cell)
-                name = f"{r.device} {model} {engine}/{recompute} accum {accum}" + f" {update}" * (update != "after")
-                found.setdefault(name, []).append(r)
-    return {name: records for name, records in found.items() if len(records) >= 12}
+            if r.fits and not r.cell.is_custom:
+                step = r.cell.step
+                name = f"{r.device} {r.cell.model} {step.engine}/{step.recompute} accum {step.accum}"
+                options.setdefault(name + f" {step.update}" * (step.update != "after"), []).append(r)
+    return {name: records for name, records in options.items() if len(records) >= 12}
 
 
 def main() -> None:
@@ -57,26 +58,26 @@ def main() -> None:
     within, total = 0, 0
     print(f"{'from ' + str(CELLS) + ' cells, spread evenly':44} {'others':>6} {'mean':>6} {'worst':>14} {'in band':>8}")
     for name, records in grids(results).items():
-        found = held_out(records)
-        errors = [p.step_s.mid / r.median_step_s - 1 for r, p in found]
-        inside = sum(p.step_s.low <= r.median_step_s <= p.step_s.high for r, p in found)
+        predicted = held_out(records)
+        errors = [p.step_s.mid / (r.median_step_s or math.nan) - 1 for r, p in predicted]
+        inside = sum(p.step_s.low <= (r.median_step_s or 0) <= p.step_s.high for r, p in predicted)
         worst = max(range(len(errors)), key=lambda i: abs(errors[i]))
-        cell = found[worst][0].cell
-        print(f"{name:44} {len(found):6} {np.mean(np.abs(errors)):6.1%} {errors[worst]:+6.1%} {cell.batch}x{cell.length:<5} "
-              f"{inside:4} of {len(found)}")
-        within, total = within + inside, total + len(found)
+        cell = predicted[worst][0].cell
+        print(f"{name:44} {len(predicted):6} {np.mean(np.abs(errors)):6.1%} {errors[worst]:+6.1%} "
+              f"{cell.batch}x{cell.length:<5} {inside:4} of {len(predicted)}")
+        within, total = within + inside, total + len(predicted)
     print(f"\n{'runs':44} {'tok/s':>6} {'peak':>6} {'hours':>6}  in band")
     for path in sorted(results.rglob("receipt.json")):
         receipt, plan = json.loads(path.read_text()), Plan.load(path.parent / "plan.json")
-        inside = []
+        bands = []
         for what in ("tok_s", "peak_bytes", "hours"):
             span, actual = getattr(plan.predicted, what), receipt["actual"][what]
             if actual is not None:
-                inside.append(span.low <= actual <= span.high)
+                bands.append(span.low <= actual <= span.high)
         ratios = [receipt["ratio"][what] for what in ("tok_s", "peak_bytes", "hours")]
         print(f"{path.parent!s:44} " + " ".join(f"{(x or math.nan) - 1:+6.1%}" for x in ratios)
-              + f"  {sum(inside)} of {len(inside)}")
-        within, total = within + sum(inside), total + len(inside)
+              + f"  {sum(bands)} of {len(bands)}")
+        within, total = within + sum(bands), total + len(bands)
     print(f"\nall bands: {within} of {total}, {within / max(total, 1):.1%} (stated: 90%)")
 
 

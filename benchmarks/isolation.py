@@ -13,37 +13,38 @@ import time
 from pathlib import Path
 
 from probe.cell import Cell
-from probe.grid.bench import look
+from probe.grid.session import ask
+from probe.tasks.table import DescribeDevice, MeasureCell
 from probe.tasks.worker import Workers
 from probe.verdict import Card
 
-CELLS = (Cell("10M", 1, 256), Cell("10M", 1, 256, engine="graph"), Cell("150M", 4, 512))
+CELLS = (Cell.of("10M", 1, 256), Cell.of("10M", 1, 256, engine="graph"), Cell.of("150M", 4, 512))
+SECONDS = 4.0
 ALONE = """
 import json, sys
+from benchmarks.isolation import task_of
 from probe.cell import Cell
-from probe.measure import measure
-from probe.verdict import Card
-values = measure(Cell(**json.loads(sys.argv[1])), sys.argv[2], sys.argv[3], 4.0, Card(None, True), None, lambda p: None)
-print(json.dumps(values["step_s"]))
+print(json.dumps(task_of(Cell.from_json(json.loads(sys.argv[1])), *sys.argv[2:]).run(lambda progress: None).step_s))
 """
 
 
-def alone(cell: Cell, device: str, uuid: str) -> list[float]:
-    import dataclasses
+def task_of(cell: Cell, device: str, uuid: str) -> MeasureCell:
+    return MeasureCell(cell, device, uuid, SECONDS, Card(None, True))
 
-    done = subprocess.run([sys.executable, "-c", ALONE, json.dumps(dataclasses.asdict(cell)), device, uuid], check=True,
+
+def alone(cell: Cell, device: str, uuid: str) -> list[float]:
+    done = subprocess.run([sys.executable, "-c", ALONE, json.dumps(cell.to_json()), device, uuid], check=True,
                           capture_output=True, text=True)
     return json.loads(done.stdout)
 
 
-def by(workers: Workers, cell: Cell, device: str, uuid: str) -> tuple[list[float], float, float]:
+def by(workers: Workers, cell: Cell, device: str, uuid: str) -> tuple[tuple[float, ...], float, float]:
     """(step seconds, seconds that the cell took beside its own warm-up and steps, seconds of its first step, which loads
     the kernels)."""
     begin = time.monotonic()
-    outcome = workers.run("probe.tasks.measure_cell:measure", (cell, device, uuid, 4.0, Card(None, True), None), 120)
+    m = ask(workers, task_of(cell, device, uuid))
     took = time.monotonic() - begin
-    m = outcome.measured
-    return m["step_s"], took - sum(m["warmup_s"]) - sum(m["step_s"]), m["warmup_s"][0]
+    return m.step_s, took - sum(m.warmup_s) - sum(m.step_s), m.warmup_s[0]
 
 
 def main() -> None:
@@ -51,9 +52,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rows = []
+    rows: list[dict] = []
     with Workers() as forked, Workers() as spare:
-        facts, _ = look(forked, None, Path.cwd())
+        facts = ask(forked, DescribeDevice(None, Path.cwd())).facts
         device = facts.kind if facts.kind == "cpu" else f"{facts.kind}:0"
         spare._fork = None
         by(spare, CELLS[0], device, facts.uuid)  # from here on one is always being started
@@ -65,12 +66,12 @@ def main() -> None:
                 for name, workers in (("forked", forked), ("next one starting", spare)):
                     if name == "forked" and forked._fork is None:
                         continue
-                    steps, *extra = by(workers, cell, device, facts.uuid)
+                    steps, beside_s, first_s = by(workers, cell, device, facts.uuid)
                     times.setdefault(name, []).append(statistics.median(steps))
-                    beside.setdefault(name, []).append(tuple(extra))
+                    beside.setdefault(name, []).append((beside_s, first_s))
             for name, medians in times.items():
                 ratios = [m / a for m, a in zip(medians, times["alone"], strict=True)]
-                rows.append({"cell": f"{cell.model} {cell.batch} x {cell.length} {cell.engine}", "how": name,
+                rows.append({"cell": f"{cell.model} {cell.batch} x {cell.length} {cell.step.engine}", "how": name,
                              "step_ms": [round(m * 1000, 3) for m in medians],
                              "ratio": round(statistics.median(ratios), 4),
                              "beside_s": [round(s, 2) for s, _ in beside.get(name, [])],

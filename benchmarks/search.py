@@ -11,14 +11,15 @@ import statistics
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from test_search import SAMPLES, made_up, replay  # noqa: E402
+from helpers.made import SAMPLES
+from helpers.made_grids import made_up, replay
 
-from probe.estimate.peak import CardMemory, estimate  # noqa: E402
-from probe.records import load  # noqa: E402
-from spillcliff.units import format_bytes  # noqa: E402
+from probe.estimate.peak import CardMemory, estimate
+from probe.grid.search import unknown
+from probe.records import load
+from spillcliff.units import format_bytes
 
 
 def main() -> None:
@@ -31,8 +32,8 @@ def main() -> None:
                          ("grid-h200-6gb-fails", (6_430_000_000, None))):
         full = {r.cell: r for r in load(SAMPLES / f"{name}.jsonl")}
         for limit in limits:
-            for how, options in (("told", {"predict": lambda c: estimate(c, card).device_bytes}), ("blind", {})):
-                order, share, loss = replay(full, limit, **options)
+            for how, predict in (("told", lambda c: estimate(c, card).device_bytes), ("blind", unknown)):
+                order, share, loss = replay(full, limit, predict=predict)
                 cells = f"{len(order)}/{len(full)}"
                 print(f"{name:24} {format_bytes(limit):>9} {how:>6} {cells:>7} {share:7.1%} {loss:7.1%}")
     print(f"\n{f'{seeds} each of waves, bump':24} {'peaks':>6} {'median':>7} {'worst':>7} {'>35%':>5} {'lossy':>5} "
@@ -40,11 +41,11 @@ def main() -> None:
     for how in ("told", "blind"):
         for waves in ("none", "wave", "even"):
             for bump in ("none", "batch", "cell"):
-                found = []
+                results = []
                 for seed in range(seeds):
                     full, limit, predicted = made_up(seed, waves, bump)
-                    found.append(replay(full, limit, **({"predict": predicted.get} if how == "told" else {}))[1:])
-                shares, losses = zip(*found, strict=True)
+                    results.append(replay(full, limit, predict=predicted.get if how == "told" else unknown)[1:])
+                shares, losses = zip(*results, strict=True)
                 print(f"{waves + ', ' + bump:24} {how:>6} {statistics.median(shares):7.1%} {max(shares):7.1%} "
                       f"{sum(s > 0.35 for s in shares):>5} {sum(x > 0.01 for x in losses):>5} {max(losses):7.1%}")
 

@@ -7,11 +7,13 @@ the rate of an fp32 matrix product of 8192 cubed, measured in the same run.
 """
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
 import time
 from statistics import median
+from typing import Any
 
 FIELDS = ("who", "engine", "recompute", "update", "batch", "length", "model")
 SHAPES = ((1, 512), (4, 512), (16, 1024))
@@ -29,56 +31,54 @@ ROWS = [
 ON_CPU = [(who, "eager", "none", "after", 4, 256, "10M") for who in ("hf", "ours")]
 
 
-def measure(who: str, engine: str, recompute: str, update: str, batch: int, length: int, model: str, steps: int) -> dict:
+def measure(who: str, engine: Any, recompute: Any, update: Any, batch: int, length: int, model: str, steps: int) -> dict:
     """One row in this process: peaks in bytes, median seconds of a step, tok/s, and the loss of the first batch."""
     import torch
 
-    from spillcliff.hardware import device as facts
-    from spillcliff.hardware.usage import Claim
+    from spillcliff.hardware.device import device_facts, resolve_device, synchronize
+    from spillcliff.hardware.usage import MemoryClaim
     from trainer.config import ModelConfig, OptimizerConfig, StepConfig, clip_for
     from trainer.run.step import TrainStep
 
-    claim = Claim()
-    where = facts.resolve(None)
+    claim = MemoryClaim()
+    device = resolve_device(None)
     config = ModelConfig.named(model)
     torch.manual_seed(0)
-    tokens = torch.randint(config.vocab, (1, batch, length + 1), dtype=torch.int32).to(where)
+    tokens = torch.randint(config.vocab, (1, batch, length + 1), dtype=torch.int32).to(device)
     if who == "ours":
-        shape = StepConfig(batch, length, 1, engine, recompute, update)
-        train = TrainStep(config, shape, OptimizerConfig(1e-5, clip=clip_for(shape)), where)
+        shape = StepConfig(batch, length, 1, engine=engine, recompute=recompute, update=update)
+        train = TrainStep(config, shape, OptimizerConfig(1e-5, clip=clip_for(shape)), device)
         first = float(train.evaluate(tokens[0]))
 
         def step():
             return train(tokens, 1e-5)[0]
     else:
-        step, first = hugging_face(config, engine, tokens[0], where)
+        step, first = hugging_face(config, engine, tokens[0], device)
     begin = time.perf_counter()
     for _ in range(4):
         step()
-    facts.synchronize(where)
+    synchronize(device)
     warm = time.perf_counter() - begin
-    times = []
-    mark = (lambda: torch.cuda.Event(enable_timing=True)) if where.type == "cuda" else None
+    times, events = [], []
     for _ in range(steps):
-        if mark:
-            a, b = mark(), mark()
+        if device.type == "cuda":
+            a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             a.record()
             step()
             b.record()
-            times.append((a, b))
+            events.append((a, b))
         else:
             begin = time.perf_counter()
             step()
             times.append(time.perf_counter() - begin)
-    facts.synchronize(where)
-    if mark:
-        times = [a.elapsed_time(b) / 1000 for a, b in times]
-    step_s = median(times)
+    synchronize(device)
+    step_s = median([a.elapsed_time(b) / 1000 for a, b in events] or times)
+    peaks = dataclasses.asdict(claim.peaks(device, device_facts(device).uuid))
     return {"step_s": step_s, "tok_s": batch * length / step_s, "first_loss": first, "warm_s": warm,
-            "flops": config.flops_per_token(length) * batch * length / step_s} | claim.peaks(where, facts.facts(where).uuid)
+            "flops": config.flops_per_token(length) * batch * length / step_s} | peaks
 
 
-def fed(engine: str, recompute: str, batch: int, length: int, model: str, steps: int) -> dict:
+def fed(engine: Any, recompute: Any, batch: int, length: int, model: str, steps: int) -> dict:
     """Our step on a token file's batches and on one resident batch, in turns in one process."""
     import tempfile
     from itertools import cycle
@@ -86,51 +86,53 @@ def fed(engine: str, recompute: str, batch: int, length: int, model: str, steps:
 
     import numpy as np
 
-    from spillcliff.hardware import device as facts
+    from spillcliff.hardware.device import resolve_device
     from trainer.config import ModelConfig, OptimizerConfig, StepConfig
-    from trainer.data.tokens import Tokens, dtype_for, feed, write_sidecar
+    from trainer.data.feed import feed
+    from trainer.data.tokens import Tokens, dtype_for, write_sidecar
     from trainer.run.step import TrainStep
-    from trainer.run.timing import Pace
+    from trainer.run.timing import StepTimer
 
-    where, config, shape = facts.resolve(None), ModelConfig.named(model), StepConfig(batch, length, 1, engine, recompute)
-    pace = Pace(TrainStep(config, shape, OptimizerConfig(1e-5), where))
+    device, config = resolve_device(None), ModelConfig.named(model)
+    shape = StepConfig(batch, length, 1, engine=engine, recompute=recompute)
+    timer = StepTimer(TrainStep(config, shape, OptimizerConfig(1e-5), device))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.bin"
         np.random.default_rng(0).integers(config.vocab, size=8_000_000).astype(dtype_for(config.vocab)).tofile(path)
         write_sidecar(path, 8_000_000, config.vocab, None)
-        file = feed(Tokens.open(path), shape, 0, where)
-        times = {"fed": [], "resident": []}
+        file = feed(Tokens.open(path), shape, 0, device)
+        times: dict[str, list[float]] = {"fed": [], "resident": []}
         for _ in range(5):
             for name, source in (("fed", file), ("resident", cycle([next(file).clone()]))):
-                done = [pace.run(next(source), 1e-5) for _ in range(5 * steps)] + [pace.drain()]
-                times[name] += [t.step_s for t in done[3:]]
+                done = [*(timer.run(next(source), 1e-5) for _ in range(5 * steps)), timer.drain()]
+                times[name] += [t.step_s for t in done[3:] if t]
         del file
     tok_s = {name: batch * length * len(t) / sum(t) for name, t in times.items()}  # means: a stall must show
     return {"tok_s": tok_s["fed"], "resident_tok_s": tok_s["resident"],
             "fed_over_resident": tok_s["fed"] / tok_s["resident"]}
 
 
-def hugging_face(config, engine, tokens, where):
+def hugging_face(config, engine, tokens, device):
     """(step, loss of the first batch) of LlamaForCausalLM with our weights, SDPA, fused AdamW and the same clip."""
     import torch
-    from trainer.huggingface.llama import to_theirs
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from spillcliff.hardware.device import lock_fp32
+    from trainer.huggingface.llama_names import to_theirs
     from trainer.model.decoder import Decoder
 
     lock_fp32()
-    with where:
+    with device:
         model = LlamaForCausalLM(LlamaConfig(
             vocab_size=config.vocab, hidden_size=config.d_model, intermediate_size=config.d_ff,
             num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
             tie_word_embeddings=True, rms_norm_eps=config.norm_eps, rope_theta=config.rope_base,
             max_position_embeddings=2048, attn_implementation="sdpa", use_cache=False))
-    ours, theirs = Decoder(config, 8, where).state_dict(), model.state_dict()
+    ours, theirs = Decoder(config, 8, device).state_dict(), model.state_dict()
     for name, weight in to_theirs(ours.__getitem__, config):
         theirs[name].copy_(weight)
     del ours, theirs, weight
-    if where.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), fused=True)
@@ -158,20 +160,20 @@ def product_rate() -> dict:
     """The device and its FLOP/s in an fp32 matrix product of 8192 cubed (2048 on a processor)."""
     import torch
 
-    from spillcliff.hardware import device as facts
+    from spillcliff.hardware.device import lock_fp32, resolve_device, synchronize
 
-    facts.lock_fp32()
-    where = facts.resolve(None)
-    n = 8192 if where.type == "cuda" else 2048
-    a, b = (torch.randn(n, n, device=where) for _ in range(2))
+    lock_fp32()
+    device = resolve_device(None)
+    n = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(n, n, device=device) for _ in range(2))
     times = []
     for _ in range(8):
-        facts.synchronize(where)
+        synchronize(device)
         begin = time.perf_counter()
-        a @ b
-        facts.synchronize(where)
+        torch.mm(a, b)
+        synchronize(device)
         times.append(time.perf_counter() - begin)
-    return {"device": where.type, "rate": 2 * n**3 / median(times[2:])}
+    return {"device": device.type, "rate": 2 * n**3 / median(times[2:])}
 
 
 def loss_differences(results: list[dict]) -> list[str]:
@@ -197,10 +199,13 @@ def main() -> None:
         row = json.loads(options.row)
         if row == "product":
             print(json.dumps(product_rate()))
-        elif row[0] == "fed":
-            print(json.dumps(fed(*row[1:3], *row[4:], options.steps)))
+            return
+        values = dict(zip(FIELDS, row, strict=True))
+        if values["who"] == "fed":
+            del values["who"], values["update"]
+            print(json.dumps(fed(**values, steps=options.steps)))
         else:
-            print(json.dumps(measure(*row, options.steps)))
+            print(json.dumps(measure(**values, steps=options.steps)))
         return
 
     def child(row) -> dict:

@@ -75,6 +75,7 @@ def in_turns(commands: dict[str, list[str]], turn_s: float) -> dict[str, dict]:
     children = {name: subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for name, command in commands.items()}
     spent = dict.fromkeys(children, 0.0)
     for child in children.values():
+        assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         psutil.Process(child.pid).suspend()
     while running := [name for name, child in children.items() if child.poll() is None]:
@@ -86,7 +87,8 @@ def in_turns(commands: dict[str, list[str]], turn_s: float) -> dict[str, dict]:
             except subprocess.TimeoutExpired:
                 psutil.Process(children[name].pid).suspend()
             spent[name] += time.monotonic() - begin
-    return {name: json.loads(child.stdout.read()) | {"seconds": spent[name]} for name, child in children.items()}
+    return {name: json.loads(child.stdout.read() if child.stdout else "") | {"seconds": spent[name]}
+            for name, child in children.items()}
 
 
 def main() -> None:
@@ -99,7 +101,11 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     if options.only:
         name, *paths = options.only
-        ours(*map(Path, paths)) if name == "ours" else theirs(*map(Path, paths), options.call)
+        text, coder, *out = map(Path, paths)
+        if name == "ours":
+            ours(text, coder, out[0])
+        else:
+            theirs(text, coder, options.call)
         return
     from trainer.tokenize.texts import sample
     from trainer.tokenize.tokenizer import train
@@ -109,11 +115,11 @@ def main() -> None:
         write_text(text, options.megabytes)
         train(sample([text], [None], 10_000_000), 16_000).save(str(coder))
         again = [sys.executable, "-m", "benchmarks.tokenize", "--call", options.call, "--only"]
-        found = in_turns({"train tokenize": [*again, "ours", str(text), str(coder), str(Path(folder, "out.bin"))],
+        results = in_turns({"train tokenize": [*again, "ours", str(text), str(coder), str(Path(folder, "out.bin"))],
                           options.call: [*again, "theirs", str(text), str(coder)]}, options.turn)
-    rates = {name: f["bytes"] / 1e6 / f["seconds"] for name, f in found.items()}
+    rates = {name: f["bytes"] / 1e6 / f["seconds"] for name, f in results.items()}
     print(f"{'':16} {'MB':>7} {'tokens':>12} {'seconds':>8} {'MB/s':>6} {'of theirs':>9} {'peak resident':>14}")
-    for name, f in found.items():
+    for name, f in results.items():
         print(f"{name:16} {f['bytes'] / 1e6:7.1f} {f['tokens']:12,} {f['seconds']:8.1f} {rates[name]:6.2f} "
               f"{rates[name] / rates[options.call]:9.2f} {f['peak_bytes'] / 1e6:11.0f} MB")
 

@@ -39,7 +39,8 @@ def test_the_cliff_is_found_within_two_percent(imitate: Imitate, kind: Kind, exp
     workers, facts = imitate(kind, gb * 10**9)
     with workers:
         cliff = find_cliff(workers, "cuda:0", facts)
-    assert cliff.kind == expected and cliff.bad_bytes is not None
+    assert cliff.kind == expected
+    assert cliff.bad_bytes is not None
     print(f"{kind} {gb} GB: {cliff.kind} fast {cliff.fast_bytes / 1e9:.3f} bad {cliff.bad_bytes / 1e9:.3f} GB, "
           f"{cliff.fast_bytes_s / 1e9:.0f} -> {(cliff.slow_bytes_s or 0) / 1e9:.1f} GB/s, {cliff.seconds:.2f} s")
     assert 0.98 * gb * 1e9 <= cliff.fast_bytes <= gb * 1e9 < cliff.bad_bytes + (21 << 20)

@@ -54,8 +54,8 @@ CELLS = [Cell.of("1M", 2, 100, vocab=500), Cell.of("10M", 3, 256), Cell.of("10M"
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_the_history_is_the_script_and_the_model_chooses_alike(cell: Cell) -> None:
-    done = subprocess.run([sys.executable, "-c", CHILD, json.dumps(cell.to_json())], capture_output=True, text=True, cwd=ROOT,
-                          timeout=240)
+    done = subprocess.run([sys.executable, "-c", CHILD, json.dumps(cell.to_json())], capture_output=True, text=True,
+                          cwd=ROOT, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     history, allocated, reserved = json.loads(done.stdout.splitlines()[-1])
     card = CardMemory.of({"kind": "cuda", "capability": torch.cuda.get_device_capability(0)})
@@ -87,7 +87,8 @@ def test_the_history_is_the_script_and_the_model_chooses_alike(cell: Cell) -> No
             else:
                 assert (action, address) == ("free_completed", alive[name].address)
                 model.free(alive.pop(name))
-    assert next(real, None) is None and next(segments, None) is None
+    assert next(real, None) is None
+    assert next(segments, None) is None
     assert (peak, model.reserved_peak) == (allocated, reserved)
     got = estimate(cell, card)
     assert got.allocated_bytes == pytest.approx(allocated, rel=0.005)

@@ -33,7 +33,8 @@ def signs(lines):
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda c: c.name)
 def test_figures_are_within_what_exists(card):
-    assert 2e9 < card.memory_bytes < 300e9 and card.memory_bytes % 2**30 == 0
+    assert 2e9 < card.memory_bytes < 300e9
+    assert card.memory_bytes % 2**30 == 0
     assert 2e12 < card.fp32_flops_s < 110e12
     assert card.capability in CAPABILITIES
     stated = re.search(r"(\d+)GB", card.name)
@@ -46,7 +47,7 @@ def test_names_are_unique():
     assert len({card.name.lower() for card in CARDS}) == len(CARDS) >= 25
 
 
-@pytest.mark.parametrize("text, name", [
+@pytest.mark.parametrize(("text", "name"), [
     ("RTX 3060 12GB", "RTX 3060 12GB"), ("3060", "RTX 3060 12GB"), ("nvidia geforce rtx 3060", "RTX 3060 12GB"),
     ("NVIDIA GeForce GTX 1060 6GB", "GTX 1060 6GB"), ("gtx1060 6gb", "GTX 1060 6GB"), ("1060 6 GiB", "GTX 1060 6GB"),
     ("1080", "GTX 1080"), ("1080ti", "GTX 1080 Ti"), ("rtx4070tisuper", "RTX 4070 Ti Super"), ("4090 24GB", "RTX 4090"),
@@ -57,16 +58,17 @@ def test_a_card_is_found_as_people_and_drivers_write_it(text, name):
     assert find_card(text).name == name
 
 
-@pytest.mark.parametrize("text, names", [
+@pytest.mark.parametrize(("text", "names"), [
     ("1060", ["GTX 1060 3GB", "GTX 1060 6GB"]), ("gtx1060", ["GTX 1060 3GB", "GTX 1060 6GB"]),
     ("4060 ti", ["RTX 4060 Ti 8GB", "RTX 4060 Ti 16GB"]), ("H100", ["H100 PCIe", "H100 SXM"])])
 def test_a_name_of_two_cards_is_refused_with_both(text, names):
     with pytest.raises(UserError) as refused:
         find_card(text)
-    assert f"may be {' or '.join(names)};" in str(refused.value) and "\n" not in str(refused.value)
+    assert f"may be {' or '.join(names)};" in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("text, near", [
+@pytest.mark.parametrize(("text", "near"), [
     ("3060 8GB", "RTX 3060 12GB"), ("gtx 3060", "RTX 3060 12GB"), ("RTX 2070 Super", "RTX 2070"), ("L40", "L40S"),
     ("NVIDIA GeForce RTX 3060 Laptop GPU", "RTX 3060"), ("", ""), ("nvidia", ""), ("6GB", ""), ("banana\nsplit", ""),
     ("x" * 5000, ""), ("P100 SXM2", "P100 PCIe 16GB")])
@@ -74,8 +76,10 @@ def test_an_unknown_name_is_refused_with_the_nearest(text, near):
     with pytest.raises(UserError) as refused:
         find_card(text)
     said = str(refused.value)
-    assert near in said.partition("the nearest are ")[2] and said.count(",") == gpu_catalog.NEAREST - 1
-    assert "\n" not in said and len(said) < 200
+    assert near in said.partition("the nearest are ")[2]
+    assert said.count(",") == gpu_catalog.NEAREST - 1
+    assert "\n" not in said
+    assert len(said) < 200
 
 
 def test_limits_keep_the_drivers_and_the_desktops_share():
@@ -110,7 +114,8 @@ def test_on_a_gtx_1060_four_by_512_fits_with_a_desktop_and_recompute_fits_more()
     assert signs(card_table(card, [Cell.of("150M", 4, 512)]))[0][1] == ""
     assert [mark for _, mark in signs(card_table(card, [Cell.of("150M", 6, 512), Cell.of("150M", 8, 512)]))] == ["+", "!"]
     fitting = [sum(mark == "" for _, mark in signs(card_table(card, plane(recompute=r)))) for r in RECOMPUTES]
-    assert fitting == sorted(fitting) and len(set(fitting)) == len(fitting)
+    assert fitting == sorted(fitting)
+    assert len(set(fitting)) == len(fitting)
 
 
 def test_the_legend_explains_the_marks_that_are_there_and_the_end_says_it_is_paper():
@@ -132,17 +137,19 @@ def test_no_line_is_too_wide_and_all_are_ascii(width):
     for card, cells in ((find_card("RTX 5090"), plane("1B", (1, 64, 4096), (128, 256, 512, 1024, 2048, 4096, 8192, 16384))),
                         (find_card("GTX 1060 3GB"), plane("10M", (1, 2), (64,), engine="graph"))):
         lines = card_table(card, cells, width)
-        assert max(map(len, lines)) <= width and all(line.isascii() and line == line.rstrip() for line in lines)
+        assert max(map(len, lines)) <= width
+        assert all(line.isascii() and line == line.rstrip() for line in lines)
         assert len(signs(lines)) == len(cells)
 
 
 def test_cells_that_are_not_asked_for_are_dashes():
     lines = card_table(find_card("GTX 1060 6GB"), [Cell.of("10M", 1, 512), Cell.of("10M", 2, 256)])
     rows = [line.split() for line in lines if ROW.match(line)]
-    assert rows[0][1] == "-" and rows[1][2] == "-"
+    assert rows[0][1] == "-"
+    assert rows[1][2] == "-"
 
 
-@pytest.mark.parametrize("cells, why", [
+@pytest.mark.parametrize(("cells", "why"), [
     ([], "no cell to estimate"), ([Cell.of("mine:make_step", 1, 64)], "only measured"),
     ([Cell.of("10M", 1, 64, engine="compile")], "capability 7.0 or more")])
 def test_what_cannot_be_estimated_is_refused_in_one_line(cells, why):

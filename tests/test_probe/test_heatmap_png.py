@@ -4,8 +4,8 @@ import os
 
 import pytest
 from helpers.made import make_record
+from helpers.map_grids import GRIDS, LIMIT
 from matplotlib.image import imread
-from test_show import GRIDS, LIMIT
 
 from probe.show import heatmap_png
 from probe.show.heatmap import CellMap
@@ -26,7 +26,8 @@ def test_a_picture_of_any_grid_can_be_read_and_has_the_line_where_there_is_one(n
     heat_map(records, "NVIDIA GeForce GTX 1060 6GB: $150M$, eager " * 3, LIMIT, path)
     assert [p.name for p in path.parent.iterdir()] == ["map.png"]
     high, wide, _ = imread(path).shape
-    assert 600 < wide < 3000 and 300 < high < 2000
+    assert 600 < wide < 3000
+    assert 300 < high < 2000
     cells = CellMap.of(records, LIMIT, None)
     assert (reds(path) > 500) == bool(cells.upright or cells.level)
 
@@ -68,4 +69,5 @@ def test_the_old_picture_stays_until_the_new_one_is_whole(failure, raised, tmp_p
     monkeypatch.setattr(os, "replace", stop)
     with pytest.raises(raised):
         heat_map([make_record()], "t", LIMIT, path)
-    assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["map.png"]
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["map.png"]

@@ -49,7 +49,8 @@ def test_a_torn_last_line_is_set_aside_and_nothing_else_is_lost(tmp_path):
     with path.open("a") as f:
         f.write('{"schema": 1, "at": "2026')
     said: list[str] = []
-    assert len(load(path, said.append)) == 1 and "line 2 is torn" in said[0]
+    assert len(load(path, said.append)) == 1
+    assert "line 2 is torn" in said[0]
     append(path, make_record(2))
     assert load(path) == [make_record(1), make_record(2)]
     assert (tmp_path / "records.jsonl.torn").read_text().startswith('{"schema": 1, "at"')
@@ -83,7 +84,8 @@ def test_the_newest_record_of_a_cell_counts():
 
 def test_a_frame_has_a_row_for_each_record():
     table = frame([make_record(1), make_record(2, status="oom", step_s=())])
-    assert table.status.tolist() == ["fits", "oom"] and table.tok_s.isna().tolist() == [False, True]
+    assert table.status.tolist() == ["fits", "oom"]
+    assert table.tok_s.isna().tolist() == [False, True]
 
 
 def test_a_grid_runs_small_cells_first():
@@ -96,8 +98,10 @@ def test_a_grid_runs_small_cells_first():
 
 def test_a_cell_needs_no_more_than_a_larger_one():
     small = Cell.of("10M", 2, 128)
-    assert small.within(Cell.of("10M", 4, 128)) and small.within(Cell.of("10M", 2, 256, accum=2))
-    assert not small.within(Cell.of("10M", 1, 512)) and not small.within(Cell.of("20M", 4, 128))
+    assert small.within(Cell.of("10M", 4, 128))
+    assert small.within(Cell.of("10M", 2, 256, accum=2))
+    assert not small.within(Cell.of("10M", 1, 512))
+    assert not small.within(Cell.of("20M", 4, 128))
     assert Cell.of("10M", 2, 128, accum=2).within(Cell.of("10M", 2, 128, accum=3))
     assert not Cell.of("10M", 2, 128, accum=2).within(Cell.of("10M", 4, 256))
 
@@ -117,8 +121,10 @@ def test_a_device_s_records_are_read_in_order_whoever_wrote_them(tmp_path):
         return a.device
 
     records = of_device([path], choose, said.append)
-    assert [round(r.tok_s) for r in records] == [1000, 3000, 4000] and set(devices) == {a.device, b.device}
-    assert len(said) == 1 and "torn" in said[0]
+    assert [round(r.tok_s) for r in records] == [1000, 3000, 4000]
+    assert set(devices) == {a.device, b.device}
+    assert len(said) == 1
+    assert "torn" in said[0]
     path.write_text("")
     assert of_device([path], lambda names: names[0]) == []
 
@@ -205,7 +211,8 @@ def test_what_was_written_by_earlier_versions_is_still_read() -> None:
             assert written["cell"].items() <= again["cell"].items()
         assert folder.load_device()["kind"] in ("cuda", "cpu")
     cliff = DeviceFolder(ROOT / "results" / "nvidia-h200").load_cliff()
-    assert cliff is not None and cliff.device_bytes > 100e9
+    assert cliff is not None
+    assert cliff.device_bytes > 100e9
     plans = sorted((ROOT / "results").rglob("plan.json"))
     assert len(plans) >= 4
     assert all(Plan.load(path).steps > 0 for path in plans)
@@ -218,7 +225,8 @@ def test_what_was_written_by_earlier_versions_is_still_read() -> None:
 
 def test_a_soak_of_an_earlier_version_is_still_read() -> None:
     """As the first that kept them wrote a line."""
-    window = {"at_s": 5.0, "steps": 5, "step_s": 0.9, "clock_mhz": 1500.0, "temperature_c": 60.0, "power_w": 90.0,
+    window: dict[str, Any] = {"at_s": 5.0, "steps": 5, "step_s": 0.9, "clock_mhz": 1500.0, "temperature_c": 60.0,
+                              "power_w": 90.0,
               "utilization": 99.0, "throttle": 4}
     cell = {"model": "150M", "batch": 4, "length": 512, "accum": 1, "engine": "eager", "recompute": "none", "vocab": 32000,
             "update": "after"}

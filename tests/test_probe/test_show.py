@@ -2,68 +2,22 @@
 is drawn between what fits and what doesn't, and nothing is too wide or half written."""
 
 import dataclasses
+import itertools
 import os
-import random
 import subprocess
 import sys
 
 import pytest
 from helpers.made import ROOT, make_record
+from helpers.map_grids import FAILURES, GRIDS, LIMIT, failed, rising
 
 from probe.cell import Cell
-from probe.records import BEYOND, Record, Status, load
+from probe.records import BEYOND
 from probe.show.heatmap import STATUS_WORDS, CellMap, series_of, series_title
 from probe.show.text import NARROWEST, SUMMARY_HEAD, map_lines, summary
 from spillcliff.errors import UserError
 
-LIMIT = 5_000_000_000
-FAILURES = [status for status in Status if status is not Status.FITS]
-H200 = load(ROOT / "results" / "nvidia-h200" / "records.jsonl")
 WIDTHS = (NARROWEST, 40, 60, 80, 132)
-
-
-def failed(batch, length, status, **other):
-    return make_record(batch, length, status=status, step_s=(), **other)
-
-
-def rising(batches, lengths, skip=True):
-    """A card of 6 GB whose peak rises with batch x length: cells over that spill or run out of memory, and with `skip` the
-    larger ones are never run."""
-    records, ends = [], []
-    for batch in batches:
-        for length in lengths:
-            if skip and any(batch >= b and length >= n for b, n in ends):
-                continue
-            tokens = batch * length
-            peak = 2.4e9 + tokens * 8e5
-            if peak > 6e9:
-                ends.append((batch, length))
-                records.append(failed(batch, length, ("spills", "oom")[len(ends) % 2], peak=peak))
-            else:
-                records.append(make_record(batch, length, tok_s=40_000 * tokens / (tokens + 1500), peak=peak))
-    return records
-
-
-def scattered(seed, batches, lengths):
-    """Any status at any place, a fifth never run, some without a peak: what no card does and every map must bear."""
-    rng = random.Random(seed)
-    records = [make_record(b, n, tok_s=10 ** rng.uniform(-1, 7), peak=10 ** rng.uniform(8, 10.5)) if rng.random() < 0.5
-               else failed(b, n, rng.choice(FAILURES)) for b in batches for n in lengths if rng.random() < 0.8]
-    records = records or [make_record(batches[0], lengths[0])]
-    return [dataclasses.replace(r, device_peak_bytes=None) if rng.random() < 0.1 else r for r in records]
-
-
-GRIDS = {
-    "one": [make_record()], "one that failed": [failed(4, 512, "oom")], "2x2": rising((1, 2), (256, 512)),
-    "10x3": rising((1, 2, 4, 6, 8, 12, 16, 24, 32, 64), (256, 512, 1024)),
-    "3x10": rising((1, 2, 4), [128 * 2**i for i in range(10)]),
-    "12x6": rising((1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64), (128, 256, 512, 1024, 2048, 4096), skip=False),
-    "all failed": [failed(b, n, s) for (b, n), s in zip(((b, n) for b in (1, 2) for n in (256, 512, 1024)), FAILURES,
-                                                      strict=True)],
-    "no peaks": [make_record(b, 512, tok_s=b * 1000, device_peak_bytes=None) for b in (1, 2, 4)],
-    "h200": H200, "a long name": [dataclasses.replace(make_record(), cell=Cell.of("m\u00f6del\n" * 40, 2**31 - 1, 2**31 - 1))],
-    "huge figures": [make_record(tok_s=1e250, peak=1e250)],
-    **{f"scattered {i}": scattered(i, range(1, i + 2), [64 * n for n in range(1, 14 - i)]) for i in range(10)}}
 each_grid = pytest.mark.parametrize("records", GRIDS.values(), ids=GRIDS)
 
 
@@ -71,16 +25,21 @@ each_grid = pytest.mark.parametrize("records", GRIDS.values(), ids=GRIDS)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("bounds", [(None, None), (LIMIT, None), (LIMIT, 3_000_000_000)])
 def test_no_line_is_wider_than_the_terminal_nor_anything_but_ascii(records, width, bounds):
-    shown = map_lines(records, *bounds, width)
+    limit_bytes, cliff_bytes = bounds
+    shown = map_lines(records, limit_bytes, cliff_bytes, width)
     assert max(map(len, shown)) <= width
     text = "\n".join(shown)
-    assert text.isascii() and text.replace("\n", "").isprintable()
+    assert text.isascii()
+    assert text.replace("\n", "").isprintable()
 
 
 def read(shown):
     """What a reader sees in the tables, as ([first map's cells by (batch, length), second's], (upright, level) edges): a
     column ends where its length does, its mark and the cliff's upright edge follow."""
-    maps, upright, level, ends, below = ([{}, {}], set(), set(), [], None)
+    maps: list[dict[tuple[int, int], str]] = [{}, {}]
+    upright, level = set(), set()
+    ends: list[int] = []
+    below: set[int] | None = None
     for number, line in enumerate(shown):
         if line.split()[:1] == ["batch"]:
             lengths, ends, below = [int(word) for word in line.split()[1:]], [], None
@@ -127,8 +86,8 @@ def expected_edges(records, limit):
     def parted(a, b):
         return {side(a), side(b)} == {"good", "bad"}
 
-    return ({(b, n) for b in batches for m, n in zip(lengths, lengths[1:], strict=False) if parted((b, m), (b, n))},
-            {(b, n) for n in lengths for a, b in zip(batches, batches[1:], strict=False) if parted((a, n), (b, n))})
+    return ({(b, n) for b in batches for m, n in itertools.pairwise(lengths) if parted((b, m), (b, n))},
+            {(b, n) for n in lengths for a, b in itertools.pairwise(batches) if parted((a, n), (b, n))})
 
 
 @each_grid
@@ -165,13 +124,15 @@ def test_a_cell_never_run_is_on_the_bad_side_only_beyond_a_failed_one():
     records = [make_record(1, 256), make_record(1, 512), failed(2, 512, "oom"), make_record(4, 256)]
     cells = CellMap.of(records, LIMIT, None)
     assert cells.bad == {(1, 1), (2, 1)}, "4 x 512 is beyond 2 x 512, and 2 x 256 is not"
-    assert (cells.upright, cells.level) == ({(2, 1)}, {(1, 1)})
+    assert cells.upright == {(2, 1)}
+    assert cells.level == {(1, 1)}
 
 
 @pytest.mark.parametrize("status", ["crashed", "contended"])
 def test_a_failure_that_is_not_for_memory_claims_no_side(status):
     cells = CellMap.of([make_record(1), failed(2, 512, status)], LIMIT, None)
-    assert not cells.bad and not cells.level
+    assert not cells.bad
+    assert not cells.level
     beyond = CellMap.of([failed(1, 512, "oom"), failed(2, 512, status)], LIMIT, None)
     assert beyond.bad == {(0, 0), (1, 0)}
 
@@ -188,19 +149,23 @@ def test_peaks_over_the_lower_bound_are_marked_and_the_pick_is_under_it(limit, c
         assert {b for (b, _), word in cells.items() if word.endswith("!")} == set(over)
         assert [b for (b, _), word in cells.items() if word.endswith("*")] == [pick]
     text = "\n".join(shown)
-    assert words in text and ("!" in text) == bool(over)
+    assert words in text
+    assert ("!" in text) == bool(over)
 
 
-@pytest.mark.parametrize("width", (40, 80))
+@pytest.mark.parametrize("width", [40, 80])
 def test_each_status_has_its_word_and_never_run_another(width):
-    assert set(STATUS_WORDS) == set(FAILURES) and set(BEYOND) < set(STATUS_WORDS)
+    assert set(STATUS_WORDS) == set(FAILURES)
+    assert set(BEYOND) < set(STATUS_WORDS)
     statuses = FAILURES
     shown = map_lines([make_record(1, 256)] + [failed(b, 512, s) for b, s in enumerate(statuses, 1)], LIMIT, None, width)
     for cells in read(shown)[0]:
         assert [cells[b, 512] for b in range(1, 7)] == list(statuses)
-        assert {cells[b, 256] for b in range(2, 7)} == {"-"} and cells[1, 256] not in ("-", *statuses)
+        assert {cells[b, 256] for b in range(2, 7)} == {"-"}
+        assert cells[1, 256] not in ("-", *statuses)
     text = "\n".join(shown)
-    assert "- never run" in text and all(f"{s}: " in text for s in statuses)
+    assert "- never run" in text
+    assert all(f"{s}: " in text for s in statuses)
 
 
 def test_a_device_without_a_peak_says_so_and_nothing_is_over():
@@ -214,7 +179,8 @@ def test_throughput_is_shortened_before_anything_is_split():
     records = [make_record(b, n, tok_s=12_345) for b in (1, 2) for n in (256, 512, 1024, 2048, 4096)]
     assert "12,345" in "\n".join(map_lines(records, LIMIT, None, 80))
     narrow = map_lines(records, LIMIT, None, 50)
-    assert "12.3k" in "\n".join(narrow) and "12,345" not in "\n".join(narrow)
+    assert "12.3k" in "\n".join(narrow)
+    assert "12,345" not in "\n".join(narrow)
     assert sum(line.startswith("batch") for line in narrow) == 2
     assert sum(line.startswith("batch") for line in map_lines(records, LIMIT, None, 30)) == 4
 
@@ -254,7 +220,8 @@ def test_a_hundred_thousand_records_are_grouped_to_the_newest():
     records = [dataclasses.replace(one, cell=Cell.of("150M", b, 64 * n, engine=e))
                for b in range(1, 51) for n in range(1, 21) for e in ("eager", "graph")] * 50
     found = series_of(records)
-    assert [len(of) for of in found.values()] == [1000, 1000] and len(summary(records)) == 2
+    assert [len(of) for of in found.values()] == [1000, 1000]
+    assert len(summary(records)) == 2
     map_lines(next(iter(found.values())), LIMIT, None)
 
 

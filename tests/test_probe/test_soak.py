@@ -127,7 +127,9 @@ def test_fresh_is_the_first_twenty_seconds_and_warm_the_last_fifth_or_what_it_se
     assert (s.first_s, s.settled_s, s.factor) == (1.0, 1.2, 1.2)
     assert soak(windows(10, lambda t: 1.0 if t <= 300 else 1.2)).settled_s == pytest.approx(1.2)
     powered = soak([dataclasses.replace(w, power_w=90.0) for w in s.windows])
-    assert powered.power_w == 90.0 and powered.energy_wh == pytest.approx(15.0) and s.energy_wh is None
+    assert powered.power_w == 90.0
+    assert powered.energy_wh == pytest.approx(15.0)
+    assert s.energy_wh is None
 
 
 def test_a_window_has_the_mean_of_its_looks_and_every_throttle_bit():
@@ -162,7 +164,7 @@ def test_damage_is_told_in_one_line(tmp_path, change):
     path = tmp_path / "soak.jsonl"
     values = json.loads(json.dumps(soak(windows(1, lambda t: 0.9)).to_json()))
     path.write_text(json.dumps(values | change) + "\n")
-    with pytest.raises(UserError, match="soak.jsonl, line 1: ") as e:
+    with pytest.raises(UserError, match=r"soak\.jsonl, line 1: ") as e:
         load(path)
     assert "\n" not in str(e.value)
 
@@ -172,9 +174,11 @@ def test_a_torn_line_is_told_and_the_next_soak_written_whole(tmp_path):
     said: list[str] = []
     append(path, s)
     path.write_bytes(path.read_bytes() + b'{"schema": 1, "at"')
-    assert load(path, said.append) == [s] and "line 2 is torn" in said[0]
+    assert load(path, said.append) == [s]
+    assert "line 2 is torn" in said[0]
     append(path, s)
-    assert load(path) == [s, s] and path.with_name("soak.jsonl.torn").read_bytes().startswith(b'{"schema"')
+    assert load(path) == [s, s]
+    assert path.with_name("soak.jsonl.torn").read_bytes().startswith(b'{"schema"')
     path.write_text("{\n" + path.read_text())
     with pytest.raises(UserError, match="line 1 is not JSON"):
         load(path)
@@ -242,7 +246,8 @@ def end_so(tmp_path: Path) -> Callable[..., Ending]:
 
 def test_a_plan_for_another_device_is_refused(end_so):
     error, kept, _ = end_so(5, Outcome(), "nvidia-geforce-gtx-1060")
-    assert "nvidia-geforce-gtx-1060" in str(error) and not kept
+    assert "nvidia-geforce-gtx-1060" in str(error)
+    assert not kept
 
 
 @pytest.mark.parametrize(("outcome", "kind", "words"), [
@@ -251,19 +256,25 @@ def test_a_plan_for_another_device_is_refused(end_so):
     (Outcome(error=("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore")), NoPlan, "does not fit")])
 def test_however_it_ends_what_was_seen_is_kept(end_so, outcome, kind, words):
     error, (kept,), said = end_so(5, outcome)
-    assert type(error) is kind and words in str(error) and "\n" not in str(error)
-    assert len(kept.windows) == 5 and not kept.settled and "kept in" in said[0]
+    assert type(error) is kind
+    assert words in str(error)
+    assert "\n" not in str(error)
+    assert len(kept.windows) == 5
+    assert not kept.settled
+    assert "kept in" in said[0]
 
 
 @pytest.mark.parametrize("outcome", [None, Outcome(exit_code=-6)])
 def test_less_than_three_windows_are_not_worth_keeping(end_so, outcome):
     _, kept, said = end_so(2, outcome)
-    assert not kept and len(said) == 1
+    assert not kept
+    assert len(said) == 1
 
 
 def test_a_step_longer_than_the_soak_is_told(end_so):
     error, kept, _ = end_so(0, Outcome(answer=SoakProgress(())))
-    assert "--minutes" in str(error) and not kept
+    assert "--minutes" in str(error)
+    assert not kept
 
 
 def test_a_soak_on_the_processor(command, tmp_path):
@@ -271,9 +282,13 @@ def test_a_soak_on_the_processor(command, tmp_path):
     done = command("probe", "soak", "--plan", "plan.json", "--minutes", "0.1", "--device", "cpu", "--json")
     assert done.returncode == 0, done.stderr
     (kept,) = load(next(tmp_path.glob("results/*/soak.jsonl")))
-    assert json.loads(done.stdout)["factor"] == pytest.approx(kept.factor) and "tok/s at first" in done.stderr
-    assert kept.cell == Cell.of("1M", 2, 32, vocab=500) and kept.minutes == 0.1 and not kept.windows[0].temperature_c
-    assert 1 <= len(kept.windows) <= 12 and all(w.steps for w in kept.windows)
+    assert json.loads(done.stdout)["factor"] == pytest.approx(kept.factor)
+    assert "tok/s at first" in done.stderr
+    assert kept.cell == Cell.of("1M", 2, 32, vocab=500)
+    assert kept.minutes == 0.1
+    assert not kept.windows[0].temperature_c
+    assert 1 <= len(kept.windows) <= 12
+    assert all(w.steps for w in kept.windows)
 
 
 INTERRUPTED = """
@@ -303,8 +318,11 @@ def test_an_interrupted_command_keeps_what_it_saw_and_says_so(tmp_path, how):
     environment = os.environ | {"PYTHONPATH": path, "HOW": how}
     done = subprocess.run([sys.executable, "-c", INTERRUPTED, "soak", "--plan", "plan.json"], cwd=tmp_path, timeout=240,
                           env=environment, capture_output=True, text=True)
-    assert done.returncode == 130 and not done.stderr.strip()
+    assert done.returncode == 130
+    assert not done.stderr.strip()
     live, said = done.stdout.splitlines()
-    assert live == "25 of 600 s  71 tok/s" and said.startswith("broken off: 25 s of it kept in results")
+    assert live == "25 of 600 s  71 tok/s"
+    assert said.startswith("broken off: 25 s of it kept in results")
     (kept,) = load(next(tmp_path.glob("results/*/soak.jsonl")))
-    assert len(kept.windows) == 5 and not kept.settled
+    assert len(kept.windows) == 5
+    assert not kept.settled

@@ -1,5 +1,5 @@
-"""A cell's process may end in any way: what it had measured is kept, nothing is left behind, and the next one runs. No folder
-of the user's gets in between."""
+"""A cell's process may end in any way: what it had measured is kept, nothing is left behind, and the next one runs. No
+folder of the user's gets in between."""
 
 import json
 import os
