@@ -31,7 +31,7 @@ def start(folder: Path, model: ModelConfig, device: str) -> subprocess.Popen:
     plan = Plan(schema=1, at="2026-01-01T00:00:00+00:00", device=device, model=model,
                 step=SHAPES[device.partition(":")[0]], corpus_tokens=len(ids), epochs=1, steps=never,
                 optimizer=OptimizerConfig(1e-4), eval=never, checkpoint=never, limit_bytes=10**15,
-                predicted=Predicted(span, span, span))
+                predicted=Predicted(span, span, span), why=[], runners_up=[], rejected=[], records_sha256="", calibration={})
     plan.save(folder / "plan.json")
     return subprocess.Popen([sys.executable, "-m", "trainer.cli", "--plan", folder / "plan.json", "--data",
                              folder / "data.bin", "--run", folder / "run", "--device", device, "--allow-battery"],

@@ -118,7 +118,7 @@ def hugging_face(config, engine, tokens, device):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from spillcliff.hardware.device import lock_fp32
-    from trainer.huggingface.llama_names import to_theirs
+    from trainer.huggingface.llama_names import to_llama
     from trainer.model.decoder import Decoder
 
     lock_fp32()
@@ -129,7 +129,7 @@ def hugging_face(config, engine, tokens, device):
             tie_word_embeddings=True, rms_norm_eps=config.norm_eps, rope_theta=config.rope_base,
             max_position_embeddings=2048, attn_implementation="sdpa", use_cache=False))
     ours, theirs = Decoder(config, 8, device).state_dict(), model.state_dict()
-    for name, weight in to_theirs(ours.__getitem__, config):
+    for name, weight in to_llama(ours.__getitem__, config):
         theirs[name].copy_(weight)
     del ours, theirs, weight
     if device.type == "cuda":

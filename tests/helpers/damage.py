@@ -11,7 +11,7 @@ TEXTS = ["", "a", "a\nb", "a\u2028b\x1b[0m\r", "\ud800", "\x00", "../../a", "-1"
          "x" * 5000, "1M", "mine:step", "none", "eager", "backward", DEEP + "40", DEEP + "900", DEEP + "100000"]
 NUMBERS = [0, 1, -1, 2, 3, 7, 65_537, 2**31 - 1, 2**31, 2**53 + 1, 2**63, 10**30, 10**400, -10**400, 0.5, -0.0, 1.5, 1e-9,
            1e-30, 5e-324, 1e17, 1e300, 1e308, -1e308, float("nan"), float("inf"), float("-inf")]
-ODD = [None, True, False, *NUMBERS, *TEXTS, [], {}, [[]], [None], [1, "a"], [{}], {"": None}, {"a": {"b": [1]}}]
+ODD: list = [None, True, False, *NUMBERS, *TEXTS, [], {}, [[]], [None], [1, "a"], [{}], {"": None}, {"a": {"b": [1]}}]
 
 
 def places(value, found=None) -> list[tuple]:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from probe.cell import Cell
 from probe.cliff import Cliff
@@ -15,6 +15,7 @@ from trainer.plan import Plan, Predicted, Span
 ROOT = Path(__file__).parents[2]
 SAMPLES = Path(__file__).parents[1] / "samples"
 MODULES = {"probe": "probe.cli", "plan": "planner.cli", "train": "trainer.cli", "spillcliff": "spillcliff.cli"}
+T = TypeVar("T")
 SPAN = Span(1.0, 2.0, 3.0)
 """A forecast that means nothing."""
 
@@ -58,3 +59,16 @@ def write_records(path: Path, records: Iterable[Record]) -> Path:
 def tiny(**changes: Any) -> ModelConfig:
     """A model of two layers that steps in milliseconds, with grouped attention."""
     return dataclasses.replace(ModelConfig("tiny", 2, 32, 4, 2, 64, vocab=300), **changes)
+
+
+def gtx1060() -> list[Record]:
+    """The first user's two measurements, as `probe grid` would have kept them."""
+    case = json.loads((SAMPLES / "gtx1060.json").read_text())
+    return [make_record(c["batch"], c["length"], c["tok_s"], c["peak_bytes"], c["status"], micro_s=None, optimizer_s=None)
+            for c in case["cells"]]
+
+
+def there(value: T | None) -> T:
+    """A value that a test knows to be there."""
+    assert value is not None
+    return value

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.damage import damaged, mangled
-from helpers.made import make_cliff, make_record, write_records
+from helpers.made import make_cliff, make_record, there, write_records
 from helpers.runs import open_run
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,8 +46,8 @@ from trainer.run.log import Throughput, live_line
 from trainer.run.receipt import make_receipt, receipt_rows
 from trainer.run_folder import RunFolder, new_run_folder
 
-SOFTWARE = {"torch": "2.13.0", "cuda": "12.6", "driver": "560.94", "python": "3.12.3", "platform": "Windows",
-            "allocator": "native"}
+SOFTWARE: dict[str, str | None] = {"torch": "2.13.0", "cuda": "12.6", "driver": "560.94", "python": "3.12.3",
+                                   "platform": "Windows", "allocator": "native"}
 RECORDS = [make_record(b, n, t, p, software=SOFTWARE, eval_s=0.3, setup_s=2.0, cell_s=9.0, warmup_s=(1.0, 0.9),
                        free_at_start_bytes=5_600_000_000, predicted_bytes=int(p),
                        readings={"power_w": 78.0, "throttle": 0}, **more)
@@ -228,8 +228,8 @@ def test_a_cliff(folder, data):
     if cliff is None:
         return
     assert len(text.cliff_line(cliff).splitlines()) == 1
-    assert cliffs.default_limit(RECORDS, cliff)[0] >= 0
-    assert cliffs.spill_bound(6 * 10**9, cliff, 10**9)[0] >= 0
+    assert there(cliffs.default_limit(RECORDS, cliff))[0] >= 0
+    assert there(cliffs.spill_bound(6 * 10**9, cliff, 10**9)[0]) >= 0
     assert cliff.shows_fast(10**9) in (True, False)
     html_page(page_data(None, RECORDS[:3], PlanInputs(device=DEVICE, cliff=cliff), []))
     if cliff.device_bytes > 5 * 10**9:
@@ -262,7 +262,7 @@ def test_a_receipt(folder, run, data):
         shutil.copyfile(run.folder.path / name, copy / name)
     hurt = copy / data.draw(st.sampled_from(("receipt.json", "receipt.json", "receipt.json", "plan.json")))
     hurt.write_bytes(data.draw(damaged(json.loads(hurt.read_bytes()))))
-    said = []
+    said: list[str] = []
     past = calibration.read(copy.parent, said.append)
     assert len(past) + len(said) == 1, said
     assert all(str(hurt) in line and len(line.splitlines()) == 1 for line in said), said
@@ -275,7 +275,7 @@ def test_a_receipt(folder, run, data):
 @given(st.data())
 def test_a_checkpoint_s_facts(run, data):
     """Damaged, or sealed again after the damage, so that what they say is looked at."""
-    said = []
+    said: list[str] = []
     newest = sorted((run.folder.path / "checkpoints").iterdir())[-1]
     path = newest / checkpoint.FACTS
     whole = path.read_bytes()

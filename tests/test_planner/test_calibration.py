@@ -28,19 +28,21 @@ def run(ratio, device=GTX, torch=None, corrected=1.0, **receipt) -> PastRun:
 
 def soak(factor, settled=True) -> Soak:
     windows = tuple(Window(t, 5, 1.0 if t <= 20 else factor) for t in range(5, 600, 5))
-    return Soak(schema=1, at="2026-01-01T00:00:00+00:00", device=GTX, software={}, cell=Cell.of("150M", 4, 512), minutes=10.0,
-                seconds=595.0, windows=windows, settled=settled)
+    return Soak(schema=1, at="2026-01-01T00:00:00+00:00", device=GTX, software={}, cell=Cell.of("150M", 4, 512),
+                minutes=10.0, seconds=595.0, windows=windows, settled=settled)
 
 
 def test_nothing_known_changes_nothing():
     c = calibrate([], [], GTX, None, Rates(5.0, 1e8))
-    assert (c.tok_s, c.receipts, c.soak, c.rates) == (1.0, 0, None, Rates(5.0, 1e8)) and c.lines() == []
+    assert (c.tok_s, c.receipts, c.soak, c.rates) == (1.0, 0, None, Rates(5.0, 1e8))
+    assert c.lines() == []
 
 
 def test_receipts_move_the_forecast_towards_them_and_narrow_it():
     found = [calibrate([run(0.95)] * n, [], GTX, None, Rates()) for n in (0, 1, 2, 10)]
     assert [c.tok_s for c in found] == sorted((c.tok_s for c in found), reverse=True)
-    assert 0.95 < found[1].tok_s < 0.965 and found[3].tok_s == pytest.approx(0.95, abs=0.003)
+    assert 0.95 < found[1].tok_s < 0.965
+    assert found[3].tok_s == pytest.approx(0.95, abs=0.003)
     assert [c.sd for c in found] == sorted((c.sd for c in found), reverse=True)
 
 
@@ -80,7 +82,8 @@ def test_other_devices_and_software_say_nothing(other):
 
 def test_a_soak_s_loss_is_expected_and_receipts_outweigh_it():
     warm = calibrate([], [soak(1.1)], GTX, None, Rates())
-    assert warm.tok_s == pytest.approx(1 / 1.1) and "10.0% slower" in warm.lines()[0]
+    assert warm.tok_s == pytest.approx(1 / 1.1)
+    assert "10.0% slower" in warm.lines()[0]
     assert calibrate([], [soak(1.1), soak(1.02, settled=False)], GTX, None, Rates()).soak == pytest.approx(1.1)
     assert calibrate([run(0.97)] * 10, [soak(1.1)], GTX, None, Rates()).tok_s == pytest.approx(0.97, abs=0.005)
 
@@ -115,7 +118,8 @@ def test_the_hours_follow_and_the_plan_says_why():
     plain = build(records, ASK, PlanInputs()).plan
     warm = build(records, ASK, PlanInputs(soaks=(soak(1.1),))).plan
     assert warm.predicted.hours.mid == pytest.approx(1.1 * plain.predicted.hours.mid, rel=0.001)
-    assert any("soak" in line for line in warm.why) and warm.calibration["soak"] == pytest.approx(1.1)
+    assert any("soak" in line for line in warm.why)
+    assert warm.calibration["soak"] == pytest.approx(1.1)
     met = build(records, ASK, PlanInputs(past=(run(0.9),) * 8)).plan
     assert met.predicted.tok_s.mid == pytest.approx(0.9 * plain.predicted.tok_s.mid, rel=0.01)
     assert any("8 past runs" in line for line in met.why)
@@ -139,9 +143,11 @@ def test_a_damaged_receipt_is_named_and_the_others_are_read(tmp_path, damage):
         if name != "running":
             write_json(tmp_path / name / "receipt.json", receipt())
     (tmp_path / "bad" / "receipt.json").write_text(damage)
-    said = []
+    said: list[str] = []
     assert [p.run for p in read(tmp_path, said.append)] == ["good"]
-    assert len(said) == 2 and any("bad" in line for line in said) and not any("\n" in line for line in said)
+    assert len(said) == 2
+    assert any("bad" in line for line in said)
+    assert not any("\n" in line for line in said)
 
 
 def test_ratios_are_logarithms_of_what_was_measured():

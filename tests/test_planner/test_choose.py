@@ -75,7 +75,8 @@ def test_every_engine_and_recompute_option_is_compared():
     records = [make_record(4, tok_s=1000), make_record(4, tok_s=1300, engine="graph", peak=4.2e9),
                make_record(16, tok_s=1200, recompute="block", peak=3e9)]
     choice = pick(records)
-    assert choice.pick.step.engine == "graph" and len(choice.runners_up) == 2
+    assert choice.pick.step.engine == "graph"
+    assert len(choice.runners_up) == 2
 
 
 @pytest.mark.parametrize("status", ["thrashes", "spills", "oom", "timeout", "crashed", "contended"])
@@ -104,10 +105,12 @@ def test_the_longest_length_near_the_fastest_is_taken_unless_one_is_asked_for():
 def test_accumulation_only_where_it_was_measured():
     plain = make_record(4, 512)
     choice = pick([plain], wanted=20_480)
-    assert choice.pick.step.accum == 1 and any("--accum 2" in line for line in choice.why)
+    assert choice.pick.step.accum == 1
+    assert any("--accum 2" in line for line in choice.why)
     with_two = make_record(4, 512, accum=2, tok_s=1000, peak=4.5e9)
     choice = pick([plain, with_two], wanted=20_480)
-    assert choice.pick.step.accum == 10 and choice.pick.record is with_two
+    assert choice.pick.step.accum == 10
+    assert choice.pick.record is with_two
     assert choice.pick.step_s == pytest.approx(10 * with_two.micro_s + with_two.optimizer_s)
 
 

@@ -7,9 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from helpers.made import make_cliff, make_plan, make_record, write_records
+from helpers.made import SAMPLES, gtx1060, make_cliff, make_plan, make_record, write_records
 from helpers.page_data import make_soak
-from test_planner import CASE, gtx1060
 
 from planner.decide.choose import Candidate
 from planner.report.page_data import pick_of
@@ -20,6 +19,7 @@ from trainer.config import ModelConfig, StepConfig
 from trainer.plan import Plan
 
 GTX = "nvidia-geforce-gtx-1060"
+CASE = json.loads((SAMPLES / "gtx1060.json").read_text())
 
 
 def of(model, batch, tok_s, peak, **other):

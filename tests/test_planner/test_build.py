@@ -5,7 +5,7 @@ import json
 import math
 
 import pytest
-from helpers.made import SAMPLES, make_record, write_records
+from helpers.made import SAMPLES, gtx1060, make_record, there, write_records
 
 from planner.decide.build import PlanRequest, build
 from planner.decide.choose import Candidate
@@ -19,11 +19,6 @@ from trainer.plan import Plan
 CASE = json.loads((SAMPLES / "gtx1060.json").read_text())
 ASK = PlanRequest(corpus_tokens=100_000_000, limit_bytes=5_000_000_000)
 RATES = {"disk_write_bytes_s": 1e8, "start_up_s": 5.0}
-
-
-def gtx1060():
-    return [make_record(c["batch"], c["length"], c["tok_s"], c["peak_bytes"], c["status"], micro_s=None, optimizer_s=None)
-            for c in CASE["cells"]]
 
 
 def test_the_first_users_card_gets_the_plan_it_must_lead_to(command, tmp_path):
@@ -57,7 +52,7 @@ def test_hours_count_what_was_measured_and_say_what_was_not():
     assert not any("leave out" in line for line in full.plan.why)
     evaluations = -(-full.plan.steps // full.plan.eval) + 1
     size = 12 * full.plan.model.parameters
-    first_step_s = record.median_step_s  # it is in setup_s, and one of the steps
+    first_step_s = there(record.median_step_s)  # it is in setup_s, and one of the steps
     more = evaluations * 16 * 0.5 + (evaluations - 1) * size / 1e8 + 5 + 4 - first_step_s
     assert (full.plan.predicted.hours.mid - bare.plan.predicted.hours.mid) * 3600 == pytest.approx(more, rel=0.001)
 
@@ -74,21 +69,24 @@ def test_hours_asked_for_come_out():
 def test_a_card_s_run_waits_for_copies_and_the_last_write_alone():
     """Ten checkpoints of 1.2 GB: the first copied at 1 GB/s, nine at 10, the last written at 0.5 GB/s."""
     record = make_record(eval_s=0.5, setup_s=4.0)
-    pick, size = Candidate(record, 1), 12 * record.model.parameters
+    pick, size = Candidate(record, 1), 12 * there(record.model).parameters
     rates = Rates(5.0, 0.5e9, 1e9, 10e9)
     copies_s, last_write_s = size / 1e9 + 9 * size / 10e9, size / 0.5e9
     assert run_overheads(pick, 1e8, 1000, 100, rates).checkpoint_s == pytest.approx(copies_s + last_write_s)
-    slow = dataclasses.replace(rates, disk_write_bytes_s=size / (150 * record.median_step_s))
-    waited_s = (run_overheads(pick, 1e8, 1000, 100, slow).checkpoint_s
-                - run_overheads(pick, 1e8, 1000, 1000, slow).checkpoint_s)
-    assert waited_s == pytest.approx(9 * size / 10e9 + 9 * 50 * record.median_step_s)
+    step_s = there(record.median_step_s)
+    slow = dataclasses.replace(rates, disk_write_bytes_s=size / (150 * step_s))
+    ten_s, one_s = (there(run_overheads(pick, 1e8, 1000, every, slow).checkpoint_s) for every in (100, 1000))
+    waited_s = ten_s - one_s
+    assert waited_s == pytest.approx(9 * size / 10e9 + 9 * 50 * step_s)
 
 
 def test_the_band_holds_the_raw_times_and_what_runs_differ_by():
     r = make_record(step_s=(1.0,) * 8 + (2.0, 2.0))
     p = build([r], ASK, PlanInputs()).plan.predicted
-    assert p.tok_s.low < 1024 and p.tok_s.mid == pytest.approx(2048)
-    assert p.hours.high > 2 * p.hours.mid and p.hours.low < p.hours.mid
+    assert p.tok_s.low < 1024
+    assert p.tok_s.mid == pytest.approx(2048)
+    assert p.hours.high > 2 * p.hours.mid
+    assert p.hours.low < p.hours.mid
     steady = build([make_record()], ASK, PlanInputs()).plan.predicted.tok_s
     # a card nobody ran on: 2% that all runs may be off by and 1% of their own, 1.645 times for 90%
     assert steady.high / steady.mid - 1 == pytest.approx(1.645 * math.hypot(0.02, 0.01), rel=0.05)
@@ -96,7 +94,9 @@ def test_the_band_holds_the_raw_times_and_what_runs_differ_by():
 
 def test_steps_cover_the_corpus_and_no_more():
     assert [steps_for(n, 1000) for n in (1, 1000, 1001, 5000)] == [1, 1, 2, 5]
-    assert cadence(100, 0.1) == 10 and cadence(1_000_000, 0.9) == 1000 and cadence(3, 5000) == 1
+    assert cadence(100, 0.1) == 10
+    assert cadence(1_000_000, 0.9) == 1000
+    assert cadence(3, 5000) == 1
 
 
 def test_devices_are_never_mixed(tmp_path):
@@ -132,7 +132,8 @@ def test_models_are_never_mixed():
     b = make_record(cell=dataclasses.replace(a.cell, model="10M"), model=ModelConfig.named("10M"))
     with pytest.raises(UserError, match=r"--model 150M.*--model 10M"):
         of_model([a, b], None, None)
-    assert of_model([a, b], "10m", None) == [b] and of_model([a], None, None) == [a]
+    assert of_model([a, b], "10m", None) == [b]
+    assert of_model([a], None, None) == [a]
     with pytest.raises(UserError, match="--model 150M"):
         of_model([a, b], "1B", None)
     with pytest.raises(UserError, match="--vocab 32000"):
@@ -141,11 +142,13 @@ def test_models_are_never_mixed():
 
 def test_defaults_follow_their_law_and_name_it():
     tokens, why = tokens_per_step(100_000_000)
-    assert 21_000 < tokens < 22_000 and "2503.04715" in why
+    assert 21_000 < tokens < 22_000
+    assert "2503.04715" in why
     model = ModelConfig.named("150M")
     full, _ = optimizer(model, 100_000_000, 1000, StepConfig(1, tokens))
     small, _ = optimizer(model, 100_000_000, 1000, StepConfig(1, tokens // 4))
-    assert full.lr == pytest.approx(8.6e-4, rel=0.02) and small.lr == pytest.approx(full.lr / 2, rel=0.02)
+    assert full.lr == pytest.approx(8.6e-4, rel=0.02)
+    assert small.lr == pytest.approx(full.lr / 2, rel=0.02)
     assert full.warmup_steps == 20
 
 
