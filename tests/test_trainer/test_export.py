@@ -124,7 +124,9 @@ def test_the_way_back_is_bit_equal(made):
     before, after = dict(weights.RunWeights(run, "best", print)), dict(weights.open_weights(out))
     assert list(before) == list(after) == [name for name, _ in loaded(weights.open_weights(out)).named_parameters()]
     assert all(before[name].equal(after[name]) for name in before)
-    assert weights.open_weights(run.path).step == 3  # the best
+    best = weights.open_weights(run.path)
+    assert isinstance(best, weights.RunWeights)
+    assert best.step == 3
     assert weights.checksum(weights.open_weights(run.path)) == weights.checksum(weights.open_weights(out))
 
 
@@ -221,7 +223,7 @@ def test_an_export_names_its_checkpoint_and_overwrites_nothing(made, tmp_path):
     assert not (tmp_path / "new").exists()
     broken = RunFolder(shutil.copytree(run.path, tmp_path / "broken"))
     (broken.checkpoint(3) / checkpoint.STATE).write_bytes(b"x")
-    said = []
+    said: list[str] = []
     assert export(broken, tmp_path / "second", "best", "float32", said.append)["step"] == 6
     assert "step-00000003" in said[0]
     assert not list(tmp_path.glob("*.tmp"))

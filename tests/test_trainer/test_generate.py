@@ -105,7 +105,7 @@ def test_pieces_are_whole_characters_and_add_up(coder):
 
 
 def test_a_text_past_the_trained_length_is_written_and_told(coder):
-    said = []
+    said: list[str] = []
     model = TextModel(model=sharp(), tokenizer=coder, ends=frozenset(), length=16)
     (text,) = write_texts(model, ["the quick"], 40, GREEDY, say=said.append)
     assert text.startswith("the quick")

@@ -110,17 +110,17 @@ def test_what_the_padding_is_changes_no_bit():
             padding = slice(int((row >= 0).nonzero()[-1]) + 1, None)
             row[padding] = ~torch.randint(300, row[padding].shape, dtype=torch.int32)
     assert not all(map(torch.equal, batches, others))
-    (a, ours), (b, theirs) = weights_after(batches, accum=2), weights_after(others, accum=2)
+    (a, first), (b, second) = weights_after(batches, accum=2), weights_after(others, accum=2)
     assert a == b
-    assert all(map(torch.equal, ours, theirs))
+    assert all(map(torch.equal, first, second))
 
 
 def test_without_anything_masked_a_masked_step_is_a_plain_one_bit_for_bit():
     batches = [masked(1, seed=i) for i in range(4)]
     batches = [torch.where(t < 0, ~t, t) for t in batches]
-    (a, ours), (b, theirs) = weights_after(batches), weights_after(batches, False)
+    (a, first), (b, second) = weights_after(batches), weights_after(batches, False)
     assert a == b
-    assert all(map(torch.equal, ours, theirs))
+    assert all(map(torch.equal, first, second))
 
 
 def test_a_step_without_any_answer_has_loss_zero_and_no_gradient():
@@ -166,10 +166,10 @@ def test_packing_fills_rows_and_loses_nothing():
 def test_a_cut_takes_the_prompts_beginning_and_never_of_the_answer():
     ids = np.array([~1, ~2, ~3, 4, 5], np.int32)
     assert cut(ids, 5) is ids
-    assert cut(ids, 3).tolist() == [~3, 4, 5]
+    assert np.array_equal(cut(ids, 3), [~3, 4, 5])
     assert cut(ids, 2) is None
     chat = np.array([~1, 2, 3, ~4, 5], np.int32)  # of the first answer, half is left: it is read, not learned
-    assert cut(chat, 3).tolist() == [~3, ~4, 5]
+    assert np.array_equal(cut(chat, 3), [~3, ~4, 5])
 
 
 PAIR = ("### User:\nsay red\n\n### Assistant:\nred<|endoftext|>", "red<|endoftext|>")
@@ -214,7 +214,7 @@ def test_a_tokenizer_with_marks_of_turns_gets_them_and_text_cannot_forge_them(tm
 def test_what_is_cut_and_left_out_is_counted(tmp_path, coder):
     values = [{"prompt": "x" * 90, "answer": "short"}, {"prompt": "a", "answer": "y " * 90}, {"prompt": "a", "answer": " "},
               {"prompt": "a", "answer": "b"}]
-    said = []
+    said: list[str] = []
     facts = tokenize_pairs([jsonl(tmp_path / "p", values)], tmp_path / "p.bin", 40, coder, say=said.append)
     assert (facts["rows"], facts["cut"], facts["too_long"], facts["empty"]) == (2, 1, 1, 1)
     assert [learned for _, learned in texts(tmp_path / "p.bin", coder)] == ["short<|endoftext|>", "b<|endoftext|>"]

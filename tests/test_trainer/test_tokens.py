@@ -18,7 +18,7 @@ from trainer.data.tokens import Tokens, dtype_for, sidecar
 
 def test_a_file_is_read_as_it_was_written(token_file):
     tokens = Tokens.open(token_file(range(400)))
-    assert tokens.ids.tolist() == list(range(400))
+    assert np.asarray(tokens.ids).tolist() == list(range(400))
     assert tokens.vocab == 500
 
 
