@@ -38,7 +38,7 @@ def test_a_run_on_a_card_is_named_from_inside_and_from_outside(home):
         for state, level, what in (("", "ok", "steady"), ("starved", "bad", "data bubble")):
             disorder(home, state)
             for observer in observers:
-                findings = wait_for_findings(observer, alive="running", speed=what)
+                findings = wait_for_findings(observer, level, alive="running", speed=what)
                 print(findings)
                 assert findings["speed"].level == level
                 assert "card" in findings["speed"].line

@@ -26,8 +26,8 @@ def at_step(number: int, code: str, look_every_s: float = 0.0) -> str:
     """Code that does something before a step of a run whose card is looked at so often."""
     return f"""
 import torch
-from trainer.run import loop
-loop.LOOK_EVERY_S = {look_every_s}
+from trainer.run import speed_watch
+speed_watch.LOOK_EVERY_S = {look_every_s}
 """ + before_step(number, code)
 
 

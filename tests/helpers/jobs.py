@@ -104,14 +104,16 @@ def findings_of(observer: JobObserver) -> dict[str, Finding]:
     return {finding.check: finding for finding in diagnose(observer.observation())}
 
 
-def wait_for_findings(observer: JobObserver, **expected: str) -> dict[str, Finding]:
-    """Takes samples until what is found is as expected, {check: what}, and returns all that is found then."""
+def wait_for_findings(observer: JobObserver, *levels: str, **expected: str) -> dict[str, Finding]:
+    """Takes samples until what is found is as expected, {check: what}, some of it of each of these levels, and returns all
+    that is found then."""
     begin = time.monotonic()
     while True:
         time.sleep(SAMPLE_EVERY_S)
         observer.sample()
         findings = findings_of(observer)
-        if expected.items() <= {check: finding.what for check, finding in findings.items()}.items():
+        is_found = expected.items() <= {check: finding.what for check, finding in findings.items()}.items()
+        if is_found and set(levels) <= {findings[check].level for check in expected}:
             return findings
         assert time.monotonic() - begin < PATIENCE_S, findings
 

@@ -78,13 +78,19 @@ def nano_gpt(path):
     arr.flush()
 
 
+def npy_as(dtype):
+    def write(path):
+        with open(path, "wb") as f:
+            np.save(f, IDS.astype(dtype))
+    return write
+
+
 GOOD = {
     "nanoGPT": nano_gpt,
     "token_ids_u32.dat": lambda p: IDS.astype("<u4").tofile(p),
     "llm.c, GPT-2": lambda p: llm_c(p, IDS),
     "llm.c, Llama 3": lambda p: llm_c(p, IDS, 20240801, 7, np.uint32),
-    **{f"npy {dtype}": lambda p, dtype=dtype: np.save(open(p, "wb"), IDS.astype(dtype))  # noqa: SIM115
-       for dtype in ("<u2", "<u4", "<i4", "<i8", ">i4", ">u2", "<u8", "<i2")},
+    **{f"npy {dtype}": npy_as(dtype) for dtype in ("<u2", "<u4", "<i4", "<i8", ">i4", ">u2", "<u8", "<i2")},
     "Parquet of lists": lambda p: parquet(p, text=["x"] * 40, input_ids=rows()),
     "Parquet of ids": lambda p: parquet(p, ids=IDS),
     "datasets' stream": lambda p: arrow_stream(p, input_ids=rows(), attention_mask=[[1] * 100] * 40),

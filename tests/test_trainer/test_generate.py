@@ -9,10 +9,13 @@ import torch
 from helpers.made import tiny
 from helpers.runs import end_state, log, receipt, run_options
 
+from spillcliff.files import ignore
 from trainer.data.tokens import write_sidecar
 from trainer.model.decoder import Decoder
 from trainer.model.generate import Sampling, generate, sample_tokens
+from trainer.run.log import RunLog
 from trainer.run.sample import Sampler, StreamDecoder, TextModel, printable, write_texts
+from trainer.run_folder import RunFolder
 from trainer.tokenize import tokenizer
 
 CPU = torch.device("cpu")
@@ -115,17 +118,15 @@ def test_a_text_past_the_trained_length_is_written_and_told(coder):
 
 def test_sampling_touches_no_generator_and_no_weight(coder, tmp_path):
     coder.save(str(tmp_path / "t.json"))
-    model, lines = sharp(), []
+    model, folder = sharp(), RunFolder(tmp_path)
     before, state = [p.clone() for p in model.parameters()], torch.get_rng_state()
-
-    class Log:
-        def write(self, kind, step, **values):
-            lines.append((kind, step, values))
-
-    Sampler(["the", ""], str(tmp_path / "t.json"), model.config).show(model, 7, Log(), lambda line: None)
+    run_log = RunLog(folder, ignore)
+    Sampler(["the", ""], str(tmp_path / "t.json"), model.config).show(model, 7, run_log, ignore)
+    run_log.close()
     assert torch.get_rng_state().equal(state)
     assert all(map(torch.equal, model.parameters(), before))
-    assert [(kind, step, v["prompt"]) for kind, step, v in lines] == [("sample", 7, "the"), ("sample", 7, "")]
+    lines = [json.loads(line) for line in folder.log.read_text().splitlines()]
+    assert [(x["kind"], x["step"], x["prompt"]) for x in lines] == [("sample", 7, "the"), ("sample", 7, "")]
     assert all(v["text"] and v["seconds"] > 0 for _, _, v in lines)
 
 

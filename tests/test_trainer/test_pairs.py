@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.made import make_plan, make_record, tiny, write_records
+from helpers.made import make_plan, make_record, there, tiny, write_records
 from helpers.runs import before_step, end_state, log, receipt, run_options, train, train_distributed, train_with
 
 from spillcliff.errors import UserError
@@ -127,7 +127,7 @@ def test_a_step_without_any_answer_has_loss_zero_and_no_gradient():
     train = TrainStep(tiny(), StepConfig(2, 16), OptimizerConfig(1e-2), CPU, masked=True)
     t = masked(1)
     loss, norm = train(torch.where(t < 0, t, ~t), 1e-2)
-    assert float(loss) == float(norm) == 0
+    assert float(loss) == float(there(norm)) == 0
 
 
 def test_smaller_batches_keep_the_mean_of_the_step():
@@ -136,7 +136,7 @@ def test_smaller_batches_keep_the_mean_of_the_step():
     t = masked(1, 4)
     (a, norm), (b, other) = whole(t, 1e-2), parts(t.view(2, 2, -1), 1e-2)
     assert float(a) == pytest.approx(float(b), rel=1e-6)
-    assert float(norm) == pytest.approx(float(other), rel=1e-5)
+    assert float(there(norm)) == pytest.approx(float(there(other)), rel=1e-5)
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -166,10 +166,10 @@ def test_packing_fills_rows_and_loses_nothing():
 def test_a_cut_takes_the_prompts_beginning_and_never_of_the_answer():
     ids = np.array([~1, ~2, ~3, 4, 5], np.int32)
     assert cut(ids, 5) is ids
-    assert np.array_equal(cut(ids, 3), [~3, 4, 5])
+    assert np.array_equal(there(cut(ids, 3)), [~3, 4, 5])
     assert cut(ids, 2) is None
     chat = np.array([~1, 2, 3, ~4, 5], np.int32)  # of the first answer, half is left: it is read, not learned
-    assert np.array_equal(cut(chat, 3), [~3, ~4, 5])
+    assert np.array_equal(there(cut(chat, 3)), [~3, ~4, 5])
 
 
 PAIR = ("### User:\nsay red\n\n### Assistant:\nred<|endoftext|>", "red<|endoftext|>")

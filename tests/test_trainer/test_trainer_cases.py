@@ -15,7 +15,7 @@ from trainer.run.log import Throughput, live_line
 from trainer.run.step import TrainStep
 from trainer.run.timing import StepTimes
 from trainer.run_folder import RunFolder
-from trainer.tokenize.corpus import tokenize
+from trainer.tokenize.corpus import CorpusOptions, tokenize
 from trainer.tokenize.tokenizer import END_OF_TEXT
 
 PLAN = make_plan("cpu-x")
@@ -42,7 +42,7 @@ def test_ids_above_65535_are_kept_from_text_to_batch(tmp_path):
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "words.json"))
     (tmp_path / "text.txt").write_text("w65535 w65536 w69999 w1")
-    tokenize([tmp_path / "text.txt"], tmp_path / "text.bin", 70_001, tmp_path / "words.json")
+    tokenize(CorpusOptions([tmp_path / "text.txt"], tmp_path / "text.bin", vocab=70_001, tokenizer=tmp_path / "words.json"))
     tokens = Tokens.open(tmp_path / "text.bin")
     tokens.check(70_001)
     assert tokens.batch(0, 0, StepConfig(1, 4)).tolist() == [[[65_535, 65_536, 69_999, 1, 70_000]]]

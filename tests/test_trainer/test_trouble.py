@@ -23,7 +23,7 @@ from trainer import checkpoint
 from trainer.config import OptimizerConfig, StepConfig
 from trainer.data.tokens import Tokens
 from trainer.plan import Span
-from trainer.run import loop, slowdown
+from trainer.run import slowdown, speed_watch
 from trainer.run.log import RunLog
 from trainer.run.receipt import CAUSES, ledger_line
 from trainer.run.slowdown import SpeedReadings
@@ -300,7 +300,7 @@ def test_a_suspended_machine_is_told_and_not_counted(tmp_path, monkeypatch):
 
 def test_trouble_is_told_when_it_begins_and_when_it_ends(tmp_path, monkeypatch):
     """The card, or here the processor, is looked at all the time; the tokens of steps 31 to 55 take 20 s each."""
-    monkeypatch.setattr(loop, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(speed_watch, "LOOK_EVERY_S", 0.0)
     clock = Clock(monkeypatch)
     clock.slows(monkeypatch, Tokens, "batch", 20.0, lambda call: 30 < call <= 55)
     run = open_run(tmp_path, 90, 30, Span(6.4, 64.0, 640.0))  # a step of 64 tokens in 10 s at the band's low end
