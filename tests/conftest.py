@@ -24,15 +24,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--kills", type=int, default=2, help="How often a grid and a run are killed.")
-    parser.addoption("--examples", type=int, default=100, help="Damaged inputs of each kind of file.")
-    parser.addoption("--long", action="store_true", help="Long forms of tests: more steps, more damages.")
+    parser.addoption("--long", action="store_true",
+                     help="Long forms of tests: more damages, kills and steps, and the docs' longest page.")
 
 
 def pytest_configure(config):
     """The same examples every time; how long one takes decides nothing."""
     hypothesis.settings.register_profile(
-        "ours", max_examples=config.getoption("--examples"), derandomize=True, database=None, deadline=None,
+        "ours", max_examples=5000 if config.getoption("--long") else 50, derandomize=True, database=None, deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck))
     hypothesis.settings.load_profile("ours")
 
@@ -71,6 +70,12 @@ def own_temporary_folder(tmp_path_factory):
 def long(request):
     """Whether the long forms of tests were asked for."""
     return request.config.getoption("--long")
+
+
+@pytest.fixture
+def kills(long):
+    """How often a grid or a run is to be killed."""
+    return 100 if long else 3
 
 
 @pytest.fixture(scope="session")

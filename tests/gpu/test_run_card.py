@@ -18,8 +18,8 @@ def home(request, tmp_path_factory):
                      shape=StepConfig(4, 64, 2, request.param))
 
 
-def test_a_killed_run_goes_on_bit_for_bit(home, request):
-    kill_and_go_on(home, request.config.getoption("--kills"), 1.5, *CUDA)
+def test_a_killed_run_goes_on_bit_for_bit(home, kills):
+    kill_and_go_on(home, kills, 1.5, *CUDA)
 
 
 def at_step(number: int, code: str, look_every_s: float = 0.0) -> str:

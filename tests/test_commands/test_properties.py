@@ -1,5 +1,5 @@
 """Whatever has happened to a file, reading it ends in UserError, one line that names the file, or in a value that all which
-is done with it can bear. `--examples 10000` for more."""
+is done with it can bear. `--long` for more."""
 
 import dataclasses
 import json
@@ -269,7 +269,8 @@ def test_a_receipt(folder, run, data):
     about = PlanInputs(device=DEVICE, past=tuple(past), soaks=(SOAK,))
     forecast = build(RECORDS, REQUEST, about)
     assert terminal.past_rows(forecast, about.past) is not None
-    assert html_page(page_data(forecast.plan, RECORDS[:3], about, []))
+    if past:  # without one the page is as it is for any other plan
+        assert html_page(page_data(forecast.plan, RECORDS[:3], about, []))
 
 
 @given(st.data())

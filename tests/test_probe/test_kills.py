@@ -77,10 +77,10 @@ def kill_at(process: subprocess.Popen[str], folder: Path, stage: int, later_s: f
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_a_killed_grid_loses_nothing_and_leaves_nothing(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_a_killed_grid_loses_nothing_and_leaves_nothing(tmp_path: Path, kills: int) -> None:
     """Each way at a stage of its own, and then at random."""
     random.seed(0)
-    kills, done, records = pytestconfig.getoption("--kills"), 0, list[Record]()
+    done, records = 0, list[Record]()
     cells_seen: set[tuple[int, int]] = set()
     while done < kills:
         how = WAYS[done] if done < 3 else random.choice(WAYS)

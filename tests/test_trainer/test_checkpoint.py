@@ -140,9 +140,9 @@ def test_a_disk_without_room_costs_nothing_that_was_there(run, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
-def test_a_killed_run_goes_on_bit_for_bit_and_takes_nothing_broken(home, request):
-    """SIGKILL at random moments, saves included (a checkpoint every third step); `--kills 200` for more."""
-    kill_and_go_on(home, request.config.getoption("--kills"), 0.4)
+def test_a_killed_run_goes_on_bit_for_bit_and_takes_nothing_broken(home, kills):
+    """SIGKILL at random moments, saves included (a checkpoint every third step); `--long` for more."""
+    kill_and_go_on(home, kills, 0.4)
 
 
 def test_a_resumed_run_takes_no_more_memory_than_a_start(home):

@@ -127,7 +127,7 @@ def test_sampling_touches_no_generator_and_no_weight(coder, tmp_path):
     assert all(map(torch.equal, model.parameters(), before))
     lines = [json.loads(line) for line in folder.log.read_text().splitlines()]
     assert [(x["kind"], x["step"], x["prompt"]) for x in lines] == [("sample", 7, "the"), ("sample", 7, "")]
-    assert all(v["text"] and v["seconds"] > 0 for _, _, v in lines)
+    assert all(x["text"] and x["seconds"] > 0 for x in lines)
 
 
 def test_a_run_with_samples_and_event_files_is_the_same_run(home, coder, called):

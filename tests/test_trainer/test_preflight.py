@@ -17,7 +17,7 @@ from spillcliff.hardware import nvml
 from spillcliff.hardware.device import DeviceFacts
 from trainer.cli import cli
 from trainer.config import ModelConfig, StepConfig
-from trainer.data import tokens
+from trainer.data import shards
 from trainer.data.scan import scan_file
 from trainer.data.tokens import Tokens
 from trainer.plan import Predicted, Span
@@ -249,7 +249,7 @@ def reads(monkeypatch):
         counts.append(len(range(*bounds)))
         return range(*bounds)
 
-    monkeypatch.setattr(tokens, "range", counted, raising=False)
+    monkeypatch.setattr(shards, "range", counted, raising=False)
     return counts
 
 

@@ -275,7 +275,7 @@ def finish(*arguments, **options) -> str:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
-def test_killed_at_any_moment_it_goes_on_and_writes_the_same(tmp_path, request):
+def test_killed_at_any_moment_it_goes_on_and_writes_the_same(tmp_path, kills):
     """While it learns, encodes and renames; in a plain text, a JSONL and a gzip stream, with validation split off."""
     r = random.Random(4)
     jsonl(tmp_path / "a.jsonl", [document(r.randrange(10**6), 1500) for _ in range(60)])
@@ -284,15 +284,15 @@ def test_killed_at_any_moment_it_goes_on_and_writes_the_same(tmp_path, request):
     arguments = ("a.jsonl", "b.gz", "c.txt", "--vocab", "400", "--val-share", "0.1", "--out")
     whole = start(tmp_path, *arguments, "whole.bin", code=COUNTED, CALLS=str(10**12))
     assert whole.returncode == 0, whole.stderr
-    calls, jobs, kills, has_continued = int(whole.stderr), 0, 0, False
-    while kills < 2 * request.config.getoption("--kills") or not has_continued:
+    calls, jobs, done, has_continued = int(whole.stderr), 0, 0, False
+    while done < 2 * kills or not has_continued:
         jobs += 1
-        assert jobs < 20  # else nothing that was killed is ever continued
+        assert jobs < 20 + 2 * kills  # else nothing that was killed is ever continued
         for _ in range(3):
             killed = start(tmp_path, *arguments, "killed.bin", code=COUNTED, CALLS=str(round(calls * r.uniform(0.2, 1))))
             assert killed.returncode in (0, -signal.SIGKILL), killed.stderr
             has_continued |= "continuing from where it was stopped" in killed.stdout
-            kills += killed.returncode != 0
+            done += killed.returncode != 0
             if killed.returncode == 0:
                 break
         finish(tmp_path, *arguments, "killed.bin")
