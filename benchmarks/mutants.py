@@ -22,7 +22,7 @@ LONGEST_S = 900
 
 TESTS = {
     "probe/verdict.py": ["test_probe/test_verdict.py"],
-    "probe/cliff.py": ["test_probe/test_verdict.py", "test_planner/test_choose.py", "test_probe"],
+    "probe/cliff.py": ["test_probe/test_verdict.py", "test_planner/test_choose.py", "test_probe/test_search.py"],
     "probe/stats.py": ["test_probe/test_stats.py"],
     "probe/soak.py": ["test_planner/test_calibration.py", "test_probe/test_soak.py"],
     "probe/records.py": ["test_probe/test_records.py"],
@@ -33,10 +33,10 @@ TESTS = {
     "planner/decide/costmodel.py": ["test_planner/test_costmodel.py"],
     "planner/decide/build.py": ["test_planner/test_build.py", "test_planner/test_report.py"],
     "planner/decide/calibration.py": ["test_planner/test_calibration.py"],
-    "planner/decide/scaling.py": ["test_planner"],
+    "planner/decide/scaling.py": ["test_planner/test_scaling.py"],
     "planner/decide/defaults.py": ["test_planner/test_build.py"],
     "trainer/plan.py": ["test_trainer/test_plan.py", "test_planner/test_build.py", "test_trainer/test_tokens.py"],
-    "trainer/config.py": ["test_trainer/test_schedule.py", "test_trainer/test_config.py"],
+    "trainer/config.py": ["test_trainer/test_config.py"],
     "trainer/checkpoint.py": ["test_trainer/test_checkpoint.py", "test_trainer/test_disks.py"],
     "trainer/run/slowdown.py": ["test_trainer/test_trouble.py", "test_probe/test_verdict.py"],
     "trainer/run/preflight.py": ["test_trainer/test_preflight.py"]}

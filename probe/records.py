@@ -29,7 +29,6 @@ SCHEMA = 1
 Seconds = Annotated[float, Number()]
 StepSeconds = Annotated[float, Number(1e-7)]
 """No step is shorter: a kernel's launch alone takes some microseconds."""
-Bytes = Annotated[int, Number()]
 READINGS = ("clock_mhz", "temperature_c", "power_w", "utilization", "throttle")
 
 

@@ -56,11 +56,11 @@ def is_whole(value: object, low: int = 0, high: float = MOST) -> TypeGuard[int]:
 def check_version(values: dict, version: int, remedy: str = "") -> None:
     """UserError unless the file's `schema` is `version`: too new and too old are different errors; `remedy` is what to do
     about one that is too old."""
-    found = values.get("schema")
-    if isinstance(found, int) and found > version:
-        raise UserError(f"schema {found!r:.40} is newer than this version reads ({version}); update spillcliff")
-    if found != version:
-        raise UserError(f"schema is {found!r:.40}; this version reads {version}{remedy}")
+    written = values.get("schema")
+    if isinstance(written, int) and written > version:
+        raise UserError(f"schema {written!r:.40} is newer than this version reads ({version}); update spillcliff")
+    if written != version:
+        raise UserError(f"schema is {written!r:.40}; this version reads {version}{remedy}")
 
 
 def read(cls: type[T], values: object, thing: str = "") -> T:

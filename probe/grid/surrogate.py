@@ -56,7 +56,7 @@ def step_times(cells: Sequence[Cell], fits: Sequence[Record], exact: bool = Fals
     tokens = np.array([c.step.tokens for c in cells], float)
     length = np.array([c.length for c in cells], float)
     step_s = np.array([r.median_step_s for r in fits])
-    seen = [cells.index(r.cell) for r in fits]
+    rows = [cells.index(r.cell) for r in fits]
     model = fits[0].model
     # attention's operations count 1.7 times: torch's fp32 kernel runs at 30 of an H200's 51 TFLOP/s; of somebody's own
     # step nothing is known, and a third more at 1024 is a guess that its records correct
@@ -68,13 +68,13 @@ def step_times(cells: Sequence[Cell], fits: Sequence[Record], exact: bool = Fals
         return np.logaddexp(sharpness * np.log(floor), sharpness * np.log(work)) / sharpness
 
     sharpness = EXACT_SHARPNESS if exact else SHARPNESS
-    center = [step_s.min(), 0.3 * step_s.min(), (step_s / tokens[seen]).min(), attention]
+    center = [step_s.min(), 0.3 * step_s.min(), (step_s / tokens[rows]).min(), attention]
     spread = [1.0, 1.5, 1.5, 0.7]
     if exact:
         center.append(0.1 * step_s.min() / length.min())
         spread.append(1.5)
     noise = np.array([math.hypot(TIME_NOISE, _unrest(r.step_s) if exact else 0) for r in fits])
-    return _fit(log_step_s, np.log(center), np.array(spread), cells, seen, np.log(step_s), noise)
+    return _fit(log_step_s, np.log(center), np.array(spread), cells, rows, np.log(step_s), noise)
 
 
 def _unrest(step_s: Sequence[float]) -> float:
@@ -103,20 +103,20 @@ def peaks(cells: Sequence[Cell], fits: Sequence[Record], at_least: dict[Cell, in
 
     def log_peak(logs: np.ndarray) -> np.ndarray:
         return np.log(np.exp(logs[0]) + np.exp(logs[1]) * needs)
-    seen, logs = [cells.index(cell) for cell in measured], [math.log(size) for size in measured.values()]
-    curve = _fit(log_peak, center, spread, cells, seen, np.array(logs), np.full(len(seen), PEAK_NOISE))
+    rows, logs = [cells.index(cell) for cell in measured], [math.log(size) for size in measured.values()]
+    curve = _fit(log_peak, center, spread, cells, rows, np.array(logs), np.full(len(rows), PEAK_NOISE))
     expected = curve.at(0)
     short = {cells.index(c): math.log(size) for c, size in at_least.items() if expected[cells.index(c)] < math.log(size)}
     if not short:
         return curve
-    seen = [*seen, *short]
-    return _fit(log_peak, center, spread, cells, seen, np.array([*logs, *short.values()]), np.full(len(seen), PEAK_NOISE))
+    rows = [*rows, *short]
+    return _fit(log_peak, center, spread, cells, rows, np.array([*logs, *short.values()]), np.full(len(rows), PEAK_NOISE))
 
 
 def _fit(log_trend: Callable[[np.ndarray], np.ndarray], center: np.ndarray, spread: np.ndarray, cells: Sequence[Cell],
-         seen: list[int], logs: np.ndarray, noise: np.ndarray) -> Surrogate:
+         rows: list[int], logs: np.ndarray, noise: np.ndarray) -> Surrogate:
     """The trend's parameters start as `center` with standard deviations `spread`, all logarithms; `logs` are the values of
-    the cells `seen`, each with a `noise` of its own. The trend is made straight where it fits best, and then everything is
+    the cells `rows`, each with a `noise` of its own. The trend is made straight where it fits best, and then everything is
     normal."""
     def slopes(at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         here = log_trend(at)
@@ -125,9 +125,9 @@ def _fit(log_trend: Callable[[np.ndarray], np.ndarray], center: np.ndarray, spre
     fitted = center
     for _ in range(20):
         here, slope = slopes(fitted)
-        weighed = slope[seen].T / (TRUST**2 + noise**2)
-        pull = weighed @ (logs - here[seen]) + (center - fitted) / spread**2
-        stiff = weighed @ slope[seen] + np.diag(1 / spread**2)
+        weighed = slope[rows].T / (TRUST**2 + noise**2)
+        pull = weighed @ (logs - here[rows]) + (center - fitted) / spread**2
+        stiff = weighed @ slope[rows] + np.diag(1 / spread**2)
         step = np.clip(np.linalg.solve(stiff, pull), -1, 1)
         fitted = fitted + step
         if np.abs(step).max() < 1e-3:
@@ -141,9 +141,9 @@ def _fit(log_trend: Callable[[np.ndarray], np.ndarray], center: np.ndarray, spre
     for rough, odds in ROUGHNESS.items():
         for shared, odds_shared in SHARED.items():
             prior = trend + rough**2 * (shared * same + (1 - shared) * np.eye(len(cells)))
-            root = np.linalg.cholesky(prior[np.ix_(seen, seen)] + np.diag(noise**2))
-            miss = np.linalg.solve(root, logs - before[seen])
-            link = np.linalg.solve(root, prior[seen])
+            root = np.linalg.cholesky(prior[np.ix_(rows, rows)] + np.diag(noise**2))
+            miss = np.linalg.solve(root, logs - before[rows])
+            link = np.linalg.solve(root, prior[rows])
             evidence.append(math.log(odds * odds_shared) - miss @ miss / 2 - np.log(np.diag(root)).sum())
             roughs.append(rough)
             means.append(before + link.T @ miss)
