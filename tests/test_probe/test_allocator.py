@@ -78,6 +78,9 @@ def test_streams_and_private_pools_share_nothing():
     assert a.reserved_peak == 90 * MIB
     a.allocate(30 * MIB, stream=1, private=True)
     assert a.reserved == 30 * MIB
+    a.allocate(40 * MIB)
+    assert a.reserved == 70 * MIB
+    assert a.reserved_peak == 90 * MIB
 
 
 def test_empty_cache_keeps_segments_in_use():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.made import ROOT, make_record
+from helpers.made import ROOT, SAMPLES, make_record
 
 from planner.decide import calibration
 from probe.cell import Cell, grid
@@ -196,6 +196,12 @@ def test_a_digest_depends_on_what_was_measured_alone() -> None:
                    {"alloc_retries": 1}, {"cell": Cell.of("150M", 1, 256, engine="graph")}, {"readings": {"power_w": 5}},
                    {"model": dataclasses.replace(ModelConfig.named("150M"), layers=3)}):
         assert digest([dataclasses.replace(records[0], **change), *records[1:]]) != whole, change
+
+
+def test_a_digest_of_today_is_that_of_tomorrow() -> None:
+    """A plan bears it for good: whoever adds a field to a record, with a default, leaves it as it is."""
+    old = SAMPLES / "from-0.1.0/results/cpu-intel-xeon-processor-2-cores/records.jsonl"
+    assert digest(load(old)) == "9bd7437aada17d3e4a4a99000ebfff79fa048fb64111be6ea04e737be4d521ba"
 
 
 def test_what_was_written_by_earlier_versions_is_still_read() -> None:

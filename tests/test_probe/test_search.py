@@ -144,3 +144,15 @@ def test_a_plan_may_take_the_pick_or_a_longer_length_near_it():
                make_record(16, 256, tok_s=1200, peak=9e9), make_record(4, 256, tok_s=2000, status="spills")]
     assert [(r.cell.batch, r.cell.length) for r in picks(records, int(5e9))] == [(8, 256), (8, 512)]
     assert picks(records[4:], None) == []
+
+
+def test_two_failures_at_a_length_speak_for_cells_that_need_hardly_more():
+    """By a prediction alone 102 sequences are too near to 101 to be left out."""
+    fits = [make_record(b, 512, tok_s=1000 + b, peak=2e9 + b * 0.5e9) for b in (10, 20)]
+    plane = [Cell.of("150M", b, 512) for b in (10, 20, 100, 101, 102)]
+
+    def reasons(*failed: int) -> dict[Cell, str]:
+        records = fits + [make_record(b, 512, status="oom", why="full", step_s=(), device_peak_bytes=None) for b in failed]
+        return left_out(plane, {r.cell: r for r in records}, None)
+    assert plane[-1] not in reasons(101)
+    assert reasons(100, 101)[plane[-1]] == "2 cells of this length that need no more memory failed"

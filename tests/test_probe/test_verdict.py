@@ -21,9 +21,10 @@ CellOutcome = Outcome[Measurement, CellProgress]
 HOST = Card(None, False)
 
 
-def measured(step_s: float = 0.9, **other: Any) -> CellOutcome:
+def measured(step_s: float | tuple[float, ...] = 0.9, **other: Any) -> CellOutcome:
     """A cell that was measured to its end."""
-    values: dict[str, Any] = {"step_s": (step_s,) * 5, "reserved_peak_bytes": 4 * GIB}
+    times = step_s if isinstance(step_s, tuple) else (step_s,) * 5
+    values: dict[str, Any] = {"step_s": times, "reserved_peak_bytes": 4 * GIB}
     return Outcome(answer=Measurement(**(values | other)))
 
 
@@ -101,8 +102,9 @@ def test_a_longer_length_is_excused_for_its_attention_and_no_further():
     products a token may cost 1.5 times as much, not 10."""
     short = make_record(8, 512, tok_s=4000)
     long = Cell.of("150M", 4, 2048)
-    assert judge(measured(4 * 2048 / 2000), long, CARD, [short])[0] == "fits"
-    status, why = judge(measured(4 * 2048 / 400), Cell.of("150M", 8, 2048), CARD, [short])
+    same_batch = Cell.of("150M", 8, 2048)
+    assert judge(measured(8 * 2048 / 2000), same_batch, CARD, [short])[0] == "fits"
+    status, why = judge(measured(8 * 2048 / 800), same_batch, CARD, [short])
     assert status == "spills"
     assert "B=8 L=512" in why
     assert judge(measured(4 * 2048 / 400), long, CARD, [make_record(8, 1024, tok_s=4000)])[0] == "fits"  # not smaller
@@ -193,6 +195,29 @@ def test_a_process_that_dies_is_a_record():
     assert judge(ended(Measurement(step_s=(9.0,)), killed="timeout", seconds=120.0), CELL, CARD, []) == (
         "timeout", "1 timed steps in 120 s where 5 are needed")
     assert judge(ended(killed="memory", resident_bytes=9 * 10**9), CELL, HOST, [])[0] == "oom"
+
+
+def test_a_cell_that_ran_out_of_time_because_it_spilled_has_spilled():
+    """Its steps were too slow to be timed, and memory had moved to the system: the time is not what it lacks."""
+    slow = Measurement(step_s=(40.0, 41.0), non_local_growth_bytes=64 << 20)
+    status, why = judge(ended(slow, killed="timeout", seconds=120.0), CELL, CARD, [])
+    assert status == "spills"
+    assert "moved to system memory" in why
+    assert judge(ended(slow, killed="timeout", seconds=120.0), CELL, HOST, [])[0] == "timeout"
+
+
+def test_a_timeout_stays_one_whoever_else_was_on_the_card():
+    """It lacked timed steps, so nothing was measured that another program could have disturbed."""
+    busy = Measurement(step_s=(40.0,), readings={"others": {"pid": 77, "busy_percent": 80.0}})
+    assert judge(ended(busy, killed="timeout", seconds=120.0), CELL, CARD, [])[0] == "timeout"
+
+
+def test_the_median_step_decides_and_not_the_fastest():
+    """One step of a spilled cell may find its blocks still on the card."""
+    smaller = make_record(2, tok_s=2000)
+    fast, slow = 4 * 512 / 2000, 4 * 512 / 500
+    assert judge(measured(step_s=(fast, slow, slow, slow, slow)), CELL, CARD, [smaller])[0] == "spills"
+    assert judge(measured(step_s=(slow, fast, fast, fast, fast)), CELL, CARD, [smaller])[0] == "fits"
 
 
 def test_the_default_limit_is_below_what_was_free():

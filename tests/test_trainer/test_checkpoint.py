@@ -219,6 +219,17 @@ def test_a_host_without_memory_for_the_copy_is_a_failed_write(run, monkeypatch):
     assert not run.checkpoints.exists()
 
 
+def test_a_failed_write_is_forgotten_when_the_next_one_is_through(run, monkeypatch):
+    """The run's end asks for it: what is on disk then is whole, and nothing need be gone on with."""
+    saver = checkpoint.Saver(run, lambda line: None)
+    with monkeypatch.context() as full:
+        full.setattr(checkpoint.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
+        saver.save(1, state(), {})
+    assert (saver.failures, saver.last_failure is None) == (1, False)
+    saver.save(2, state(), {})
+    assert (saver.failures, saver.last_failure) == (1, None)
+
+
 def test_a_run_killed_in_its_first_save_starts_anew(tmp_path):
     """What it left is no checkpoint: there is nothing to resume from, so that a start must do."""
     whole = open_run(tmp_path, name="whole")
