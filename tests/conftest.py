@@ -75,7 +75,7 @@ def long(request):
 @pytest.fixture
 def kills(long):
     """How often a grid or a run is to be killed."""
-    return 100 if long else 3
+    return 100 if long else 2
 
 
 @pytest.fixture(scope="session")

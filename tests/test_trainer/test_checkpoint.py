@@ -223,7 +223,7 @@ def test_a_failed_write_is_forgotten_when_the_next_one_is_through(run, monkeypat
     """The run's end asks for it: what is on disk then is whole, and nothing need be gone on with."""
     saver = checkpoint.Saver(run, lambda line: None)
     with monkeypatch.context() as full:
-        full.setattr(checkpoint.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
+        full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10, used=10, free=0))
         saver.save(1, state(), {})
     assert (saver.failures, saver.last_failure is None) == (1, False)
     saver.save(2, state(), {})
