@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
