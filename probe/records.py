@@ -141,13 +141,13 @@ class Record(Measurement):
         if cell.config is None:
             values = values | {"model": None}
         elif values.get("model") is None:
-            raise UserError("model must be an object of fields")
+            raise UserError("model must be a JSON object")
         record = schema.read(cls, values | {"cell": cell}, "the record")
         if record.fits and not record.step_s:
             raise UserError("a cell that fits must have step_s, at least one time")
         if not all(schema.is_number(record.readings[name], -300) for name in READINGS
                    if record.readings.get(name) is not None):
-            raise UserError(f"readings must be an object of numbers ({', '.join(READINGS)})")
+            raise UserError(f"readings must be a JSON object whose values are numbers ({', '.join(READINGS)})")
         return record
 
     def to_json(self) -> dict[str, Any]:

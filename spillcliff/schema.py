@@ -71,7 +71,7 @@ def read(cls: type[T], values: object, thing: str = "") -> T:
     try:
         return _build(cls, values)
     except ValueError:
-        raise UserError(f"{thing or 'it'} must be an object of fields, not {values!r:.60}") from None
+        raise UserError(f"{thing or 'it'} must be a JSON object, not {values!r:.60}") from None
     except UserError as e:
         raise UserError(f"{thing}: {e}" if thing else str(e)) from None
 
@@ -137,7 +137,7 @@ def _reader(hint: Any) -> tuple[Reader, str]:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return hint, "one of " + ", ".join(str(member.value) for member in hint)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return functools.partial(_build, hint), "an object of fields"
+        return functools.partial(_build, hint), "a JSON object"
     words = {str: "text", bool: "true or false", list: "a list"}
     return (_instance(hint), words[hint]) if hint in words else (lambda value: value, "anything")
 
@@ -184,7 +184,7 @@ def _mapping(value_hint: Any) -> tuple[Reader, str]:
         if not isinstance(value, dict):
             raise ValueError
         return {name: element(inner) for name, inner in value.items()}
-    return reader, "an object" if value_hint is Any else f"an object of {words}"
+    return reader, "a JSON object" if value_hint is Any else f"a JSON object of {words}"
 
 
 def _build(cls: type[T], value: object) -> T:

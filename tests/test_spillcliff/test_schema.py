@@ -157,8 +157,8 @@ def test_an_inner_failure_is_told_by_the_path_to_it():
     ("optional", 2, "a number of 0 or more and below 1, or null"), ("whole", 1.5, "a whole number"),
     ("choice", "c", "one of a, b"), ("status", "c", "one of fits, oom"), ("many", 3, "a list of a number of 0 or more"),
     ("pair", [1], "2 values, each a whole number"), ("lines", 1, "a list of text"), ("anything", 1, "a list"),
-    ("flag", 1, "true or false"), ("mapping", 1, "an object"), ("names", 1, "an object of text, or null"),
-    ("inner", 1, "an object of fields")])
+    ("flag", 1, "true or false"), ("mapping", 1, "a JSON object"), ("names", 1, "a JSON object of text, or null"),
+    ("inner", 1, "a JSON object")])
 def test_what_would_be_right_is_said(name, value, words):
     with pytest.raises(UserError, match=f"it must be {words}$"):
         schema.read(Everything, {name: value})

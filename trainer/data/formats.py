@@ -135,8 +135,8 @@ def _flat_dtype(path: Path, size: int, vocab: int | None, asked: str | None, say
         dtype, why = flat_type(_sample_words(path, size), vocab)
     itemsize = dtype.itemsize if dtype else 2
     if size % itemsize:
-        raise UserError(f"token file {path} has {size} bytes, which is no whole number of ids of {itemsize} bytes: it was "
-                        f"cut off in the middle of one; copy it again")
+        raise UserError(f"token file {path} has {size} bytes, which is not a whole number of ids of {itemsize} bytes: it "
+                        f"was cut off in the middle of one; copy it again")
     if dtype is None:
         raise UserError(f"token file {path}: {why}")
     say(f"token file {path}: flat {dtype.name}, {why}")
