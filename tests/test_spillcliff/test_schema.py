@@ -138,7 +138,7 @@ def test_missing_fields_are_named_all_at_once_and_unknown_ones_ignored():
 
 @pytest.mark.parametrize("value", [None, [], [1], "text", 3, math.nan, True, LONGEST], ids=named)
 def test_what_is_no_object_is_told(value):
-    for thing, words in (("", "^it must be an object"), ("record", "^record must be an object")):
+    for thing, words in (("", "^it must be a JSON object"), ("record", "^record must be a JSON object")):
         with pytest.raises(UserError, match=words) as refused:
             schema.read(Inner, value, thing)
         assert len(str(refused.value)) < 200
