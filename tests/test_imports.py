@@ -86,6 +86,12 @@ def test_what_decides_imports_no_torch(layer):
     assert "torch" not in modules_after("\n".join(f"import {n}" for n in names))
 
 
+def test_a_run_imports_what_was_measured_and_no_more():
+    """On a processor libraries count: tokenizers, which only --sample needs, made a run's peak 4 MB more than planned."""
+    code = "import trainer.run.start, trainer.run.loop"
+    assert not {"tokenizers", "click", "pandas", "matplotlib", "tensorboard"} & modules_after(code)
+
+
 COMMANDS = [("probe",), ("probe", "card"), ("probe", "cliff"), ("probe", "grid"), ("probe", "soak"), ("probe", "show"),
             ("probe", "health"), ("probe", "plot"), ("probe", "estimate"), ("plan",), ("plan", "report"), ("train",),
             ("train", "tokenize"), ("train", "sample"), ("train", "audit"), ("train", "export"), ("train", "curve"),

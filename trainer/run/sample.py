@@ -6,9 +6,9 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from tokenizers import Tokenizer
 
 from spillcliff.errors import UserError, is_out_of_memory
 from spillcliff.files import Say, ignore, read_json
@@ -21,6 +21,9 @@ from trainer.model.generate import Sampling, generate
 from trainer.run.log import RunLog
 from trainer.run_folder import RunFolder
 from trainer.tokenize import tokenizer as tokenizers
+
+if TYPE_CHECKING:  # 4 MB, of which a run without --sample needs none
+    from tokenizers import Tokenizer
 
 SAMPLE_TOKENS = 64
 """Most tokens of a text that is written at an evaluation."""
@@ -38,7 +41,7 @@ def printable(text: str) -> str:
 class StreamDecoder:
     """The text of tokens as they come, in pieces of whole characters; a byte-level tokenizer splits characters."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
+    def __init__(self, tokenizer: "Tokenizer", prompt: list[int]) -> None:
         self._tokenizer, self._ids = tokenizer, prompt[-CONTEXT:]
         self._told = len(tokenizer.decode(self._ids))
 
@@ -64,7 +67,7 @@ class TextModel:
     that prompts begin with what the tokenizer's post-processor adds."""
 
     model: Decoder
-    tokenizer: Tokenizer
+    tokenizer: "Tokenizer"
     ends: frozenset[int]
     length: int
     adds_special: bool = False
@@ -100,14 +103,14 @@ class TextModel:
         return encode_prompt(self.tokenizer, prompt, self.model.config, self.adds_special)
 
 
-def end_ids(tokenizer: Tokenizer) -> frozenset[int]:
+def end_ids(tokenizer: "Tokenizer") -> frozenset[int]:
     """The id of the tokenizer's end of text; empty if it has none."""
     end = tokenizers.end_of_text(tokenizer)
     index = tokenizer.token_to_id(end) if end else None
     return frozenset() if index is None else frozenset({index})
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str, model: ModelConfig, adds_special: bool = False) -> list[int]:
+def encode_prompt(tokenizer: "Tokenizer", prompt: str, model: ModelConfig, adds_special: bool = False) -> list[int]:
     """A prompt's ids, an end of text for an empty one; UserError for an id that `model` has no row for."""
     ids = tokenizer.encode(prompt, add_special_tokens=adds_special).ids or [*end_ids(tokenizer), 0][:1]
     if max(ids) >= model.vocab:
