@@ -1,10 +1,9 @@
 """What the step that trains asks of a card's allocator, from the process's first tensor on: made by arithmetic from the
 shapes. Imports no torch.
 
-Mirrors trainer/model/decoder.py and trainer/run/step.py; operations.py has what is below. tests/test_estimate.py holds the
-script against the real step on a processor, tests/gpu/test_history.py against the history of the card at hand, event by
-event.
-"""
+Mirrors trainer/model/decoder.py and trainer/run/step.py; operations.py has what is below. tests/test_probe/test_estimate.py
+holds the script against the real step on a processor, tests/gpu/test_history.py against the history of the card at hand,
+event by event. """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
