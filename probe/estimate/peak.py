@@ -13,7 +13,7 @@ from trainer.config import ModelConfig, Recompute, StepConfig
 
 MIB = 1 << 20
 KERNELS = {"none": 43, "elementwise": 46, "block": 56}
-"""About how many kernels one layer's forward and backward pass launch, by `recompute`, counted in trainer/model/layers.py."""
+"""About how many kernels a layer's forward and backward pass launch, by `recompute`, counted in trainer/model/layers.py."""
 STEPS = 4
 """Steps after which the allocator's state is taken as settled: on an H200 no reserved peak rose past the third."""
 COMPILE = 1.05
