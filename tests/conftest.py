@@ -34,7 +34,7 @@ def pytest_configure(config):
         "ours", max_examples=5000 if config.getoption("--long") else 50, derandomize=True, database=None, deadline=None,
         suppress_health_check=list(hypothesis.HealthCheck))
     hypothesis.settings.load_profile("ours")
-    for number in STOP_SIGNALS:  # tests in the background or under nohup inherit them as ignored, and so would what they start
+    for number in STOP_SIGNALS:  # a test run under nohup inherits them as ignored, and so would what it starts
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
