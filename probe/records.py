@@ -93,6 +93,10 @@ class Measurement:
         return None
 
     @property
+    def clock_mhz(self) -> float | None:
+        return self.readings.get("clock_mhz")
+
+    @property
     def throttle_bits(self) -> int:
         """The bits that mean a throttle."""
         return int(self.readings.get("throttle") or 0) & THROTTLED

@@ -1,15 +1,17 @@
 """What an attempt to run a cell means: pure, each verdict with the evidence that decided."""
 
+import math
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import NamedTuple
 
 from probe.cell import Cell
-from probe.cliff import Cliff, demand_on, fall_reason, spill_bound
+from probe.cliff import Cliff, demand_on, fall_reason, past_bound, spill_bound
 from probe.outcome import CellProgress, Outcome
 from probe.records import Measurement, Record, Status
-from spillcliff.errors import is_out_of_memory
+from spillcliff.failures import fragmentation, is_out_of_memory
 from spillcliff.hardware.usage import OtherPrograms
 from spillcliff.units import format_bytes
 from trainer.run.slowdown import BUSY_PERCENT, FALL, MOVED_BYTES
@@ -25,6 +27,10 @@ OTHERS_SHARE = 0.1
 
 QUIET_S = 10.0
 """A step that takes this long, and longer than a smaller cell excuses, need not end."""
+
+JUMP, JUMP_STEPS, JUMP_SHARE = 2.0, 3, 0.1
+"""Steps that take so many times as long from one on have spilled in the middle, the last three or tenth at least: the
+smallest spill measured cost 3.2, a throttled clock 2."""
 
 FIRST_S = {"eager": 30.0, "graph": 30.0, "compile": 300.0}
 """What the first step may take beyond that: kernels are loaded (0.4 s on an H200; elsewhere not
@@ -110,7 +116,7 @@ def _alone(outcome: Outcome[Measurement, CellProgress], cell: Cell, card: Card, 
         return Verdict(Status.OOM, f"stopped at {format_bytes(outcome.resident_bytes)}: the machine was running out of "
                                    f"memory")
     if outcome.error:
-        return _failed(*outcome.error, known, spilled)
+        return _failed(*outcome.error, known, spilled, cell.step.engine != "eager")
     if outcome.answer is None:
         return _vanished(outcome)
     if spilled:
@@ -121,8 +127,8 @@ def _alone(outcome: Outcome[Measurement, CellProgress], cell: Cell, card: Card, 
     return Verdict(Status.FITS)
 
 
-def _failed(kind: str, text: str, known: Measurement, spilled: str | None) -> Verdict:
-    """By an exception of type `kind`."""
+def _failed(kind: str, text: str, known: Measurement, spilled: str | None, is_recorded: bool) -> Verdict:
+    """By an exception of type `kind`, of a step that `is_recorded` as a graph or not."""
     line = next((line for line in text.splitlines() if line.strip()), "")
     if not is_out_of_memory(kind, text):
         return Verdict(Status.CRASHED, f"{kind}: {line}"[:200])
@@ -130,7 +136,9 @@ def _failed(kind: str, text: str, known: Measurement, spilled: str | None) -> Ve
         return Verdict(Status.SPILLS, f"spilled before it failed: {spilled}")
     at = f"at {format_bytes(known.reserved_peak_bytes)} reserved, " if known.reserved_peak_bytes else ""
     # what follows the first sentence are figures, which nobody should believe
-    return Verdict(Status.OOM, f"{at}{kind}: {line.split('. ')[0]}"[:200])
+    error = f"{at}{kind}: {line.split('. ')[0]}"
+    pieces = fragmentation(known.reserved_peak_bytes, known.allocated_peak_bytes, is_recorded)
+    return Verdict(Status.OOM, f"{pieces} ({error[:60]})" if pieces else error[:200])
 
 
 def _vanished(outcome: Outcome) -> Verdict:
@@ -144,15 +152,23 @@ def _vanished(outcome: Outcome) -> Verdict:
 
 def spill_reason(known: Measurement, cell: Cell, card: Card, records: Iterable[Record] = ()) -> str | None:
     """Which evidence says that a cell has spilled, of what is known of it so far; None if there is none."""
-    bound, what = spill_bound(card.total_bytes, card.cliff, known.free_at_start_bytes)
-    for size, word in ((known.reserved_peak_bytes, "reserved"), (known.allocated_peak_bytes, "allocated")):
-        if size is not None and bound and size > bound:
-            return f"{format_bytes(size)} {word} {what}"
+    claim = known.device_peak_bytes
+    if claim is not None and card.total_bytes and claim > card.total_bytes:
+        return f"{format_bytes(claim)} taken in all on a card of {format_bytes(card.total_bytes)}"
+    if past := past_bound(known, *spill_bound(card.total_bytes, card.cliff, known.free_at_start_bytes)):
+        return past
     moved = known.non_local_growth_bytes
     if moved is not None and moved > MOVED_BYTES:
         return f"{format_bytes(moved)} of it moved to system memory while it ran"
-    if card.cliff and card.cliff.shows_fast(known.device_peak_bytes):
+    if card.cliff and card.cliff.shows_fast(known):
         return None
-    if known.median_step_s and not known.throttle_bits:
-        return fall_reason(cell, cell.step.tokens / known.median_step_s, records)
+    return jump_reason(known.warmup_s[1:] + known.step_s) or fall_reason(cell, known, records)
+
+
+def jump_reason(step_s: Sequence[float]) -> str | None:
+    """Why a cell's own steps show a spill: from one on all take JUMP times as long as those before. None if they don't."""
+    for i in range(JUMP_STEPS - 1, len(step_s) - max(JUMP_STEPS, math.ceil(JUMP_SHARE * len(step_s))) + 1):
+        before, after = median(step_s[:i]), step_s[i:]
+        if min(after) > JUMP * before:
+            return f"its steps took {before:.3g} s and from the {i + 1}th on {median(after):.3g}: spilled while it ran"
     return None

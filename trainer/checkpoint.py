@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spillcliff.errors import UserError, is_out_of_memory
+from spillcliff.errors import UserError
+from spillcliff.failures import failure, is_out_of_memory
 from spillcliff.files import Say, ignore, read_json, write_json
 from spillcliff.schema import is_number, is_whole
 from spillcliff.units import format_bytes
@@ -219,8 +220,8 @@ class Saver:
         try:
             if not self._host:  # kept: into new memory an H200's host took 1.3 s for 1.8 GB, into this 0.3
                 self._host = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
-        except (RuntimeError, MemoryError) as e:
-            if not is_out_of_memory(type(e).__name__, str(e)):
+        except Exception as e:
+            if not is_out_of_memory(*failure(e)):
                 raise
             size = format_bytes(sum(t.nbytes for t in tensors.values()))
             self._fail(f"no checkpoint: the host has no {size} of memory to copy it to")

@@ -10,7 +10,7 @@ from planner.decide.choose import Candidate, Choice, Wish, choose
 from planner.decide.hours import Overheads, Rates, cadence, peak_span, run_hours, run_overheads, step_span, steps_for
 from planner.decide.inputs import PlanInputs
 from planner.decide.scaling import assumption
-from probe.cliff import default_limit
+from probe.cliff import asked_limit, default_limit
 from probe.records import Record, digest, latest
 from spillcliff.errors import NoPlan
 from spillcliff.units import format_bytes, format_count
@@ -90,7 +90,8 @@ def build(records: list[Record], request: PlanRequest, inputs: PlanInputs) -> Fo
     """The plan for a request, from the records of one model on one device; NoPlan says why there is none, and what would
     fit by estimate."""
     records = list(latest(records).values())
-    limit = (request.limit_bytes, "as asked") if request.limit_bytes else default_limit(records, inputs.cliff)
+    limit = asked_limit(request.limit_bytes, records, inputs.cliff) if request.limit_bytes else (
+        default_limit(records, inputs.cliff))
     if limit is None:
         raise NoPlan("no record says how much memory was free, so no limit is known; give one, such as --limit 5GB")
     picked = _pick(records, request, inputs, limit[0])

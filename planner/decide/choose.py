@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from probe.cell import Cell
-from probe.cliff import Cliff, can_spill, fall_reason
+from probe.cliff import GROWS, Cliff, can_spill, fall_reason, past_bound, spill_bound, whole_claim
 from probe.grid.search import LONG
 from probe.records import WANT_OF_MEMORY, Record, Status, latest
 from probe.stats import median_interval
@@ -144,12 +144,15 @@ def _reasons(newest: list[Record], limit_bytes: int, cliff: Cliff | None) -> dic
 def reject(record: Record, limit_bytes: int, records: list[Record], cliff: Cliff | None = None) -> list[str]:
     """Every reason against a measured cell; empty if there is none. `records` are of its family, the fastest first."""
     reasons = []
-    if (record.peak_bytes or 0) > limit_bytes:
-        reasons.append(f"{format_bytes(record.peak_bytes)} is over the {format_bytes(limit_bytes)} limit")
+    claim_bytes = whole_claim(record, cliff)
+    if (claim_bytes or 0) > limit_bytes:
+        reasons.append(f"{format_bytes(claim_bytes)} is over the {format_bytes(limit_bytes)} limit")
+    if record.fits and (past := past_bound(record, *spill_bound(None, cliff, record.free_at_start_bytes))):
+        reasons.append(past)  # measured before the cliff was, or under a limit that is past it
     fastest = next((r.tok_s for r in records if r.fits), 0.0)
-    may_have_fallen = record.step_s and record.tok_s * FALL < fastest and can_spill(record) and not (
-        cliff and cliff.shows_fast(record.peak_bytes))
-    slower = fall_reason(record.cell, record.tok_s, records) if may_have_fallen else None
+    may_have_fallen = record.step_s and record.tok_s * FALL < fastest * GROWS and can_spill(record) and not (
+        cliff and cliff.shows_fast(record))
+    slower = fall_reason(record.cell, record, records) if may_have_fallen else None
     if slower:
         reasons.append(slower)
     if not record.fits and not (slower and record.status is Status.SPILLS):
@@ -209,8 +212,10 @@ def _pick(candidates: list[Candidate], limit_bytes: int) -> tuple[Candidate, lis
     near = [c for c in candidates if c.tok_s >= (1 - NEAR) * fastest.tok_s]
     pick = min(near, key=lambda c: (c.peak_bytes, -c.tok_s, str(c)))
     if pick is fastest:
-        why = (f"{pick}: the fastest that fits, {pick.tok_s:,.0f} tok/s at {format_bytes(pick.record.peak_bytes)}"
-               f" under the {format_bytes(limit_bytes)} limit")
+        limit = f"the {format_bytes(limit_bytes)} limit"
+        under = (f" at {format_bytes(pick.record.peak_bytes)} under {limit}" if pick.peak_bytes else
+                 f"; what it takes can't be read on this device, so {limit} was not checked")
+        why = f"{pick}: the fastest that fits, {pick.tok_s:,.0f} tok/s{under}"
     else:
         why = (f"{pick}: within {NEAR:.0%} of the fastest ({fastest}, {fastest.tok_s:,.0f} tok/s) with "
                f"{format_bytes(pick.record.peak_bytes)} instead of {format_bytes(fastest.record.peak_bytes)}")

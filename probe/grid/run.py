@@ -65,6 +65,8 @@ def run_grid(session: Session, cells: Sequence[Cell], options: GridOptions, out:
     out.say(text.ROW_HEAD)
     with _progress(len(cells), out) as show:
         measured = bench.run(cells, options.every_cell, options.again, show)
+        if left := len(cells) - len(measured):
+            out.say(f"{left} of {len(cells)} cells were left out; --every-cell measures them too")
         pick = search.best(measured, limit_bytes)
         if options.with_accumulation and not is_custom:
             accumulated = [r.cell.with_step(accum=2) for r in search.picks(measured, limit_bytes)]

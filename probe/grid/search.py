@@ -35,12 +35,21 @@ DOUBT = 1.5
 """Standard deviations of the predicted peak that are granted to a cell besides."""
 TRIES = 2
 """Failures at one length that speak for every cell which needs no less."""
+EARLY_SHARE = 0.1
+"""Of the memory that was free: a failure that had taken less was no want of it, and says nothing of other cells."""
 STEPS = 14
 """Steps that a cell takes, warm-up included: the median of an H200's grid."""
 
 
 def unknown(cell: Cell) -> None:
     """The prediction of peaks where there is no estimator."""
+
+
+def is_early(record: Record) -> bool:
+    """Whether it failed for want of memory with hardly any taken: a hiccup of the driver, another program's doing."""
+    free_bytes, peak_bytes = record.free_at_start_bytes, record.peak_bytes
+    return (record.status is Status.OOM and free_bytes is not None and peak_bytes is not None
+            and peak_bytes < EARLY_SHARE * free_bytes)
 
 
 def best(records: Iterable[Record], limit_bytes: int | None) -> Record | None:
@@ -135,9 +144,9 @@ def _survey(cells: Sequence[Cell], known: Mapping[Cell, Record], limit_bytes: in
     pick = best((known[c] for c in cells if c in known), limit_bytes)
     fits = [r for r in known.values() if r.fits]
     # a record made elsewhere may say "fits" of a spill; its time is no point of the curve
-    spilled = [r for r in fits if can_spill(r) and fall_reason(r.cell, r.tok_s, fits)]
+    spilled = [r for r in fits if can_spill(r) and fall_reason(r.cell, r, fits)]
     fits = [r for r in fits if r not in spilled]
-    failed = [r for r in known.values() if r.status in WANT_OF_MEMORY] + spilled
+    failed = [r for r in known.values() if r.status in WANT_OF_MEMORY and not is_early(r)] + spilled
     at_least = {r.cell: max(limit_bytes or 1, r.peak_bytes or 1) for r in failed}
     peak = surrogate.peaks(every, fits, at_least, [predict(c) for c in every])
     hopeless, chance, surely_fits = _memory(every, known, failed, limit_bytes, peak)

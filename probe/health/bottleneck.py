@@ -14,6 +14,9 @@ CLOCK_SHARE = 0.8
 FULL_SHARE, POWER_SHARE = 0.97, 0.5
 """Of memory, the part of a cliff that a plan takes; of its power, what a busy card that waits for system memory stays below
 (its units wait for the bus): the second is assumed."""
+CLIFF_SHARE = 0.75
+"""Of a card or of its cliff, what a process must have taken for a gigabyte in system memory to be a spill: a GTX 1060
+spills from 0.78 of its memory on, a public report had 11 of 12 GB and 3 GB there; below, the program pinned it itself."""
 NON_LOCAL_BYTES = 1 << 30
 """In system memory: a healthy process was seen to hold 480 to 940 MB there for its card."""
 IDLE_PERCENT = 5.0
@@ -53,8 +56,8 @@ def _from_log(o: Observation, run: RunStatus, tok_s: float, pattern: Utilization
     readings, moved_bytes, shares = _readings(o, pattern), _moved_bytes(o), run.shares
     slowdown = find_slowdown(SpeedReadings(
         kind=o.kind, tok_s=tok_s, planned_tok_s=run.planned_tok_s, data_share=run.data_share, spilled_bytes=moved_bytes,
-        throttle=_throttle_bits(o), temperature_c=o.highest("temperature_c"), on_battery=o.on_battery, other_pid=o.other_pid,
-        other_percent=o.other_percent, reserved_bytes=_used_bytes(o)), THROTTLED)
+        throttle=_throttle_bits(o), clock_share=_clock_share(o), temperature_c=o.highest("temperature_c"),
+        on_battery=o.on_battery, other_pid=o.other_pid, other_percent=o.other_percent, reserved_bytes=_used_bytes(o)))
     if slowdown and (slowdown.cause not in ("spill", "slow") or (moved_bytes or 0) > MOVED_BYTES):  # these two are guesses
         return _speed("bad", NAMES.get(slowdown.cause, slowdown.cause), f"{slowdown.line} ({readings})")
     largest_wait = max(WAITS, key=shares.__getitem__)
@@ -86,13 +89,13 @@ def _aligned(run: RunStatus, pattern: UtilizationPattern) -> str:
 
 def _from_readings(o: Observation, pattern: UtilizationPattern) -> Finding:
     """From the series alone: of another program, or where the log has no step yet."""
+    if o.other_percent is not None and o.other_percent >= BUSY_PERCENT:
+        return _speed("warn", "contended", f"another process (pid {o.other_pid}) keeps the card {o.other_percent:.0f}% "
+                                           f"busy: close it ({_readings(o, pattern)})")
     if worse := _memory_or_heat(o, pattern):
         return worse
     is_card, levels = o.kind == "cuda", _levels(o, pattern)
     level: Level = "bad" if pattern.low_share >= DATA_SHARE else "warn"
-    if o.other_percent is not None and o.other_percent >= BUSY_PERCENT:
-        return _speed("warn", "contended", f"another process (pid {o.other_pid}) keeps the card {o.other_percent:.0f}% "
-                                           f"busy: close it ({_readings(o, pattern)})")
     if is_card and (o.highest("utilization") or 0) < IDLE_PERCENT:
         return _speed("bad", "idle card", f"{levels}: a long preparation or evaluation on the processor, or it waits for "
                                           f"ever")
@@ -120,7 +123,8 @@ def _memory_or_heat(o: Observation, pattern: UtilizationPattern) -> Finding | No
     moved_bytes, non_local_bytes = _moved_bytes(o) or 0, o.last("non_local_bytes") or 0
     edge_bytes, used_bytes = o.fast_bytes or o.card_bytes, _used_bytes(o)
     is_full = bool(edge_bytes and used_bytes and used_bytes >= FULL_SHARE * edge_bytes)
-    if moved_bytes > MOVED_BYTES or (is_full and non_local_bytes > NON_LOCAL_BYTES):
+    is_past_a_cliff = bool(edge_bytes and used_bytes and used_bytes >= CLIFF_SHARE * edge_bytes)
+    if moved_bytes > MOVED_BYTES or (is_past_a_cliff and non_local_bytes > NON_LOCAL_BYTES):
         return _speed("bad", "spill", f"{format_bytes(non_local_bytes)} of it lie in system memory, "
                                       f"{format_bytes(moved_bytes)} more than at the first reading, and "
                                       f"{format_bytes(used_bytes)} on the card: {FREE_IT}")
@@ -137,15 +141,24 @@ def _memory_or_heat(o: Observation, pattern: UtilizationPattern) -> Finding | No
 
 def _throttling(o: Observation, bits: int) -> Finding | None:
     """None for a card that is at its power cap with its clock still high."""
-    clock_mhz = o.median("clock_mhz")
-    top_mhz = o.clock_max_mhz or o.highest("clock_mhz")
-    is_slow = bool(clock_mhz and top_mhz and clock_mhz < CLOCK_SHARE * top_mhz)
+    clock_mhz, top_mhz, share = o.median("clock_mhz"), _top_mhz(o), _clock_share(o)
+    is_slow = share is not None and share < CLOCK_SHARE
     if not is_slow and not bits & ~POWER_CAP:
         return None
     at = f" at {clock_mhz:,.0f} of {top_mhz:,.0f} MHz" if clock_mhz and top_mhz else ""
     hot = "" if (degrees := o.highest("temperature_c")) is None else f", {degrees:.0f} degrees"
     return _speed("bad" if is_slow else "warn", "throttling", f"the card throttles{at}{hot} (bits {bits:#x} in most "
                   f"readings): clear its vents, see to its supply, or plan from `probe soak`")
+
+
+def _top_mhz(o: Observation) -> float | None:
+    return o.clock_max_mhz or o.highest("clock_mhz")
+
+
+def _clock_share(o: Observation) -> float | None:
+    """Of the card's highest clock, what it runs at; None where it can't be read."""
+    clock_mhz, top_mhz = o.median("clock_mhz"), _top_mhz(o)
+    return clock_mhz / top_mhz if clock_mhz and top_mhz else None
 
 
 def _lacks_cores(o: Observation) -> bool:

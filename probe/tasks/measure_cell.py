@@ -18,14 +18,15 @@ from probe.stats import is_settled, is_steady
 from probe.tasks.custom_step import CustomStep
 from probe.tasks.table import MeasureCell
 from probe.verdict import MIN_STEPS, spill_reason
-from spillcliff.errors import is_out_of_memory
+from spillcliff.failures import failure, is_out_of_memory
 from spillcliff.hardware import nvml
-from spillcliff.hardware.device import THROTTLED, resolve_device, synchronize
+from spillcliff.hardware.device import resolve_device, synchronize
 from spillcliff.hardware.usage import MemoryClaim, process_seconds
 from trainer.config import OptimizerConfig, StepConfig, clip_for
 from trainer.data.feed import feed
 from trainer.data.tokens import Tokens
 from trainer.run.distributed import ProcessGroup
+from trainer.run.slowdown import HEAT_BITS, HEAT_FALL
 from trainer.run.step import SINGLE, TrainStep
 from trainer.run.timing import StepTimer, StepTimes
 
@@ -100,7 +101,7 @@ class _CellMeasurement:
                 keep = 1 if len(self.warmup) > 1 else 0
                 self.warmup, self.timed = self.warmup[:keep], self.warmup[keep:]
         except Exception as e:
-            if is_out_of_memory(type(e).__name__, str(e)):  # how much it had taken by then tells a spill from a failure
+            if is_out_of_memory(*failure(e)):  # how much it had taken by then tells a spill from a failure
                 self.tell(readings=self.others())
             raise
         return self.measured(readings=self.readings())
@@ -157,22 +158,25 @@ class _CellMeasurement:
                     if spill_reason(self.measured(with_memory=True, with_times=False), self.cell, self.task.card):
                         raise _Spilled
                     self.looked_s = time.perf_counter()
-            if self.is_slow(times) and not self.is_excused():
+            if self.is_slow(times):
                 raise _Spilled
         if finished := self.timer.drain():
             times.append(finished)
 
     def is_slow(self, times: list[StepTimes]) -> bool:
-        """Whether the last steps all took longer than smaller cells ask for."""
-        slow_s = self.task.slow_s
-        return slow_s is not None and len(times) >= SLOW_STEPS and min(t.step_s for t in times[-SLOW_STEPS:]) > slow_s
+        """Whether the last steps all took longer than smaller cells ask for, and for no other reason."""
+        if self.task.slow_s is None or len(times) < SLOW_STEPS:
+            return False
+        beyond = min(t.step_s for t in times[-SLOW_STEPS:]) / self.task.slow_s
+        return beyond > 1 and not self.is_excused(beyond)
 
-    def is_excused(self) -> bool:
-        """Whether slow steps have another cause than a spill: heat, or memory that was seen to be fast."""
-        if int(nvml.readings(self.task.uuid).get("throttle", 0)) & THROTTLED:
+    def is_excused(self, beyond: float) -> bool:
+        """Whether steps that take `beyond` times what a spill is told by may have another cause: heat, or memory that was
+        seen to be fast. Which it is the verdict says, by the clock too."""
+        if beyond <= HEAT_FALL and int(nvml.readings(self.task.uuid).get("throttle", 0)) & HEAT_BITS:
             return True
         cliff = self.task.card.cliff
-        return cliff is not None and cliff.shows_fast(self.claim.peaks(self.device, self.task.uuid).device_peak_bytes)
+        return cliff is not None and cliff.shows_fast(self.measured(with_times=False))
 
     def others(self) -> dict[str, Any]:
         """What other programs did on the card."""

@@ -8,11 +8,12 @@ is what each of them runs: the task lies in FOLDER, where the main one leaves wh
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,18 @@ from probe.records import Measurement
 from probe.tasks.table import MeasureCell, MeasureDistributed
 from probe.tasks.worker import child_environment
 from probe.verdict import Card
+from spillcliff.failures import FailedElsewhere, Failure, failure, is_out_of_memory, is_peer_lost
 from spillcliff.hardware.fingerprints import device_count, is_sharded
 
 TASK, ANSWER = "task.pickle", "answer.pickle"
+_SIGNAL = re.compile(r"Signal \d+ \((SIG\w+)\)")
+"""As torchrun names what ended a process."""
 PEAKS = ("allocated_peak_bytes", "reserved_peak_bytes", "device_peak_bytes")
 
 
 def measure_distributed(task: MeasureDistributed, send: Callable[[CellProgress], None]) -> Measurement:
     """As measure_cell.measure_cell, by the task's group: times of the main process, peaks of the largest. Nothing is told
-    meanwhile. RuntimeError with the first failure."""
+    meanwhile. FailedElsewhere with what made it fail."""
     send(CellProgress())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -43,8 +47,19 @@ def measure_distributed(task: MeasureDistributed, send: Callable[[CellProgress],
             return pickle.loads((folder / ANSWER).read_bytes())
         in_order = sorted(folder.glob("failed-*.json"), key=lambda p: p.stat().st_mtime_ns)
         failures = [json.loads(p.read_text()) for p in in_order]
-    kind, text = failures[0] if failures else ("ended", done.stdout.decode(errors="replace").strip()[-300:])
-    raise RuntimeError(f"{kind}: {text}")
+    raise FailedElsewhere(*cause([Failure(*f) for f in failures], done.stdout.decode(errors="replace")))
+
+
+def cause(failures: Sequence[Failure], printed: str) -> Failure:
+    """What made a group fail, of what its processes told, the first first, and torchrun `printed`: memory that ran out in
+    any of them, a process that a signal ended, which tells nothing itself, else the first failure that isn't the loss
+    of another process."""
+    if of_memory := next((f for f in failures if is_out_of_memory(*f)), None):
+        return of_memory
+    if ended := _SIGNAL.search(printed):
+        return Failure("Killed" if ended[1] == "SIGKILL" else "Ended", f"a process of the group ended by {ended[0]}")
+    other = next((f for f in failures if not is_peer_lost(f.text)), None)
+    return other or (failures[0] if failures else Failure("Ended", printed.strip()[-300:]))
 
 
 def _pipe_that_ends_with_us() -> int:
@@ -80,7 +95,7 @@ def main(folder: Path) -> None:
         measured = replace(measured, **peaks)
         group.leave()
     except Exception as e:  # whatever it was, the one that measures must hear of it
-        (folder / f"failed-{world.rank}.json").write_text(json.dumps([type(e).__name__, str(e)]))
+        (folder / f"failed-{world.rank}.json").write_text(json.dumps(failure(e)))
         raise
     if world.is_main:
         (folder / ANSWER).write_bytes(pickle.dumps(measured))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from probe.tasks.table import ScanAnswer
+from spillcliff.failures import failure, is_out_of_memory
 from spillcliff.hardware.device import resolve_device
 from spillcliff.hardware.usage import MemoryClaim
 
@@ -147,8 +148,10 @@ class CardMemory:
     def take(self, size: int) -> Any:
         try:
             return self._torch.zeros(size // 4, device=self._device)
-        except self._torch.OutOfMemoryError:
-            return None
+        except Exception as e:
+            if is_out_of_memory(*failure(e)):
+                return None
+            raise
 
     def give(self, block: Any) -> None:
         block.untyped_storage().resize_(0)

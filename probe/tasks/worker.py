@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from probe.outcome import Outcome
 from probe.tasks.table import Task
+from spillcliff.failures import failure
 
 A = TypeVar("A")
 P = TypeVar("P")
@@ -201,7 +202,7 @@ def _child(pipe: Connection, folder: str, ready: bool, variables: dict[str, str 
         pipe.send(("begun", None))
         message = ("answer", task.run(lambda progress: pipe.send(("progress", progress))))
     except BaseException as e:  # whatever it was, the parent must hear of it; this process ends here
-        message = ("error", (type(e).__name__, str(e)))
+        message = ("error", failure(e))
     # what was printed is read only where there is no answer; removed here, it is gone even if the parent is killed next
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):

@@ -121,8 +121,38 @@ def test_a_grid_of_accumulation_alone_is_planned_as_it_was_measured():
 
 def test_heat_and_processors_are_not_called_spills():
     fast = make_record(4, tok_s=2269)
-    for slow in (make_record(6, tok_s=1067, readings={"throttle": 0x40}), make_record(6, tok_s=1067, device="cpu-x")):
+    for slow in (make_record(6, tok_s=1267, readings={"throttle": 0x40}), make_record(6, tok_s=1067, device="cpu-x")):
         assert not pick([fast, slow]).rejected
+    assert pick([fast, make_record(6, tok_s=1067, readings={"throttle": 0x40})]).rejected  # more than heat costs
+
+
+def test_a_fall_below_the_trend_is_rejected_though_the_record_says_that_it_fits():
+    choice = pick([make_record(b, tok_s=t) for b, t in ((1, 500), (2, 980), (4, 1900), (8, 1440))])
+    assert choice.pick.step.batch == 4
+    assert "trend" in choice.rejected[0].why[0]
+
+
+def test_a_cell_past_the_cliff_is_rejected_whatever_limit_is_asked_for():
+    """It was measured before the cliff was, and a limit of 60 GB on a card of 6 excuses nothing."""
+    records = [make_record(4, tok_s=2000), make_record(5, tok_s=2100, peak=5.5e9, reserved_peak_bytes=5_200_000_000)]
+    choice = choose(records, 60 * 10**9, Wish(2048), make_cliff("collapse", 4.9e9, 5.0e9))
+    assert choice.pick.step.batch == 4
+    assert choice.rejected[0].why == ["5.2 GB reserved where this card's cliff is at 5.0 GB"]
+
+
+def test_without_the_device_s_figure_the_context_counts_too():
+    """Reserved alone is not the whole claim, which a limit is of."""
+    records = [make_record(4, tok_s=2000, device_peak_bytes=None, reserved_peak_bytes=3_000_000_000),
+               make_record(6, tok_s=2500, device_peak_bytes=None, reserved_peak_bytes=4_800_000_000)]
+    choice = choose(records, LIMIT, Wish(2048), make_cliff("failure", 4.9e9, 5.0e9))
+    assert choice.pick.step.batch == 4
+    assert choice.rejected[0].why == ["5.1 GB is over the 5.0 GB limit"]
+
+
+def test_where_nothing_tells_the_memory_the_limit_is_not_claimed_to_be_kept():
+    why = pick([make_record(4, device_peak_bytes=None)], limit=500_000_000).why[0]
+    assert "can't be read on this device" in why
+    assert "-" not in why.split(":")[1].split("tok/s")[0]
 
 
 def test_accumulation_that_does_not_fit_is_not_planned():

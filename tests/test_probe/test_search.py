@@ -156,3 +156,15 @@ def test_two_failures_at_a_length_speak_for_cells_that_need_hardly_more():
         return left_out(plane, {r.cell: r for r in records}, None)
     assert plane[-1] not in reasons(101)
     assert reasons(100, 101)[plane[-1]] == "2 cells of this length that need no more memory failed"
+
+
+def test_failures_with_hardly_any_memory_taken_do_not_end_a_plane():
+    """Batches 1 to 3 failed in a public report, and 4 ran: the driver had a hiccup."""
+    def early(batch: int, peak: float) -> Record:
+        return make_record(batch, 512, status="oom", step_s=(), peak=peak, free_at_start_bytes=6_000_000_000)
+    full = {r.cell: r for r in [*(early(b, 0.3e9) for b in (1, 2, 3)), make_record(4, 512, tok_s=900, peak=3e9)]}
+    order, _, loss = replay(full, None)
+    assert [c.batch for c in order] == [1, 2, 3, 4]
+    assert loss == 0
+    full = {r.cell: r for r in [*(early(b, 0.7e9) for b in (1, 2, 3)), make_record(4, 512, tok_s=900, peak=3e9)]}
+    assert Cell.of("150M", 4, 512) not in replay(full, None)[0]

@@ -4,14 +4,16 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from helpers.made import SAMPLES, make_cliff, make_record
 
 from probe.cell import Cell
 from probe.cliff import default_limit
 from probe.outcome import CellProgress, Outcome
 from probe.records import Measurement
+from probe.tasks.measure_distributed import cause
 from probe.verdict import Card, Verdict, judge, slow_step_s, stuck_reason
-from spillcliff.errors import is_out_of_memory
+from spillcliff.failures import FailedElsewhere, Failure, failure, is_out_of_memory
 
 MEMORY = json.loads((SAMPLES / "memory.json").read_text())
 CELL = Cell.of("150M", 4, 512)
@@ -89,12 +91,124 @@ def test_heat_is_no_spill_nor_is_a_processor():
     smaller = make_record(1, tok_s=4000)
     slow = measured(4 * 512 / 1000)
     assert judge(slow, CELL, CARD, [smaller])[0] == "spills"
-    for bit in (0x4, 0x8, 0x20, 0x40, 0x80):
-        hot = measured(4 * 512 / 1000, readings={"throttle": bit})
+    for bit in (0x8, 0x20, 0x40, 0x80):
+        hot = measured(4 * 512 / 2100, readings={"throttle": bit})
         assert judge(hot, CELL, CARD, [smaller])[0] == "fits"
-    idle = measured(4 * 512 / 1000, readings={"throttle": 0x1})
-    assert judge(idle, CELL, CARD, [smaller])[0] == "spills"
+    for bit in (0x1, 0x4):  # idleness, and the power cap, at which a busy card always is
+        idle = measured(4 * 512 / 2100, readings={"throttle": bit})
+        assert judge(idle, CELL, CARD, [smaller])[0] == "spills"
     assert judge(slow, CELL, HOST, [smaller])[0] == "fits"
+
+
+@pytest.mark.parametrize(("fall", "bits", "clock_share", "status"), [
+    (36, 0x4, None, "spills"), (75, 0x20, None, "spills"), (2.2, 0x40, None, "spills"), (1.9, 0x40, None, "fits"),
+    (1.6, 0x40, 0.62, "fits"), (2.2, 0x40, 0.62, "spills"), (2.2, 0x40, 0.5, "fits"), (1.6, 0x4, 0.7, "fits"),
+    (1.6, 0x40, 1.0, "spills"), (1.6, 0, 0.5, "spills")])
+def test_a_throttle_excuses_what_the_clock_that_was_read_explains(fall, bits, clock_share, status):
+    smaller = make_record(1, tok_s=4000, readings={"clock_mhz": 1600})
+    readings = {"throttle": bits} | ({} if clock_share is None else {"clock_mhz": clock_share * 1600})
+    assert judge(measured(4 * 512 * fall / 4000, readings=readings), CELL, CARD, [smaller])[0] == status
+
+
+def test_a_fall_below_a_trend_that_grew_is_a_spill():
+    """B=1, 2 and 4 had 500, 980 and 1,900 tok/s: the next may stay there, but not fall by a quarter."""
+    grew = [make_record(b, tok_s=t) for b, t in ((1, 500), (2, 980), (4, 1900))]
+    cell = Cell.of("150M", 8, 512)
+    status, why = judge(measured(8 * 512 / 1440), cell, CARD, grew)
+    assert status == "spills"
+    assert "trend" in why
+    assert judge(measured(8 * 512 / 1720), cell, CARD, grew)[0] == "fits"
+    assert judge(measured(16 * 512 / 1720), Cell.of("150M", 16, 512), CARD, grew)[0] == "fits"
+    flat = [make_record(b, tok_s=t) for b, t in ((2, 1900), (4, 1900))]
+    assert judge(measured(8 * 512 / 1440), cell, CARD, flat)[0] == "fits"
+    other_length = [make_record(1, 256, tok_s=500), make_record(2, 256, tok_s=980), make_record(4, 256, tok_s=1900)]
+    assert judge(measured(8 * 512 / 1440), cell, CARD, other_length)[0] == "fits"
+
+
+def test_a_cell_much_slower_than_with_more_recomputation_has_spilled():
+    """Recomputing takes time and saves memory: without it a step can't rightly be 7 times as long."""
+    leaner = make_record(4, tok_s=2000, recompute="block")
+    status, why = judge(measured(4 * 512 * 7 / 2000), CELL, CARD, [leaner])
+    assert status == "spills"
+    assert why == "slower than with more recomputation: spilled (286 tok/s where --recompute block had 2,000)"
+    recomputed = Cell.of("150M", 4, 512, recompute="block")
+    assert judge(measured(4 * 512 * 7 / 2000), recomputed, CARD, [make_record(4, tok_s=2000)])[0] == "fits"
+    assert judge(measured(4 * 512 * 7 / 2000), CELL, CARD, [make_record(8, tok_s=2000, recompute="block")])[0] == "fits"
+
+
+@pytest.mark.parametrize(("step_s", "status"), [
+    ((15.0,) * 6 + (70.0,) * 5, "spills"), ((15.0,) * 6 + (29.0,) * 5, "fits"), ((15.0,) * 6 + (70.0,) * 2, "fits"),
+    ((15.0,) * 6 + (70.0,) * 3, "spills"), ((15.0, 15.0, *(70.0,) * 3), "spills"),
+    ((15.0,) * 4 + (70.0, 15.0, 70.0, 70.0), "fits"),
+    ((0.02,) * 190 + (0.1,) * 10, "fits"), ((0.02,) * 170 + (0.1,) * 30, "spills"), ((70.0,) * 5 + (15.0,) * 6, "fits")])
+def test_steps_that_take_much_longer_from_one_on_have_spilled_in_the_middle(step_s, status):
+    """Somebody opened a game: the median would tell the time before, or the time after, as the cell's own."""
+    assert judge(measured(step_s), CELL, CARD, [])[0] == status
+    assert judge(measured(step_s), CELL, HOST, [])[0] == "fits"
+    shown_fast = Card(6 * GIB, True, make_cliff("failure", 4.9e9, 5.0e9))
+    assert judge(measured(step_s, device_peak_bytes=4 * GIB), CELL, shown_fast, [])[0] == "fits"
+
+
+def test_more_than_the_card_has_by_the_device_s_figure_is_a_spill():
+    """Graphs and the context are not the allocator's."""
+    status, why = judge(measured(device_peak_bytes=6_600_000_000), CELL, Card(6_440_000_000, True), [])
+    assert status == "spills"
+    assert "6.6 GB taken in all" in why
+    assert judge(measured(device_peak_bytes=6_400_000_000), CELL, Card(6_440_000_000, True), [])[0] == "fits"
+
+
+def test_what_took_an_unknown_part_of_the_card_was_not_shown_to_be_fast():
+    """9.0 GB were fast, 9.8 are reserved, and the device doesn't say what the process has in all."""
+    card, smaller = Card(12 * 10**9, True, make_cliff("failure", 9.0e9, 9.1e9)), make_record(1, tok_s=4000)
+    for unknown in ({"reserved_peak_bytes": 9_800_000_000}, {"reserved_peak_bytes": None}):
+        assert judge(measured(4 * 512 * 75 / 4000, **unknown), CELL, card, [smaller])[0] == "spills"
+    assert judge(measured(4 * 512 * 75 / 4000, reserved_peak_bytes=8_000_000_000), CELL, card, [smaller])[0] == "fits"
+
+
+def test_memory_that_failed_in_pieces_is_told_with_what_helps():
+    def failed(reserved: float, allocated: float, cell: Cell = CELL) -> Verdict:
+        known = Measurement(reserved_peak_bytes=int(reserved * 1e9), allocated_peak_bytes=int(allocated * 1e9))
+        text = "CUDA out of memory. Tried to allocate 2.00 MiB"
+        return judge(ended(known, error=("OutOfMemoryError", text)), cell, Card(24 * 10**9, True), [])
+    status, why = failed(22.33, 12.35)
+    assert status == "oom"
+    assert all(word in why for word in ("fragmentation", "expandable_segments", "smaller step"))
+    assert "fragmentation" not in failed(22.33, 18.0).why
+    assert "fragmentation" not in failed(0.6, 0.4).why
+    assert "fragmentation" not in failed(1.8, 1.15, Cell.of("150M", 4, 512, engine="graph")).why  # seen where all was well
+
+
+def test_what_ran_out_of_memory_is_found_however_it_is_wrapped():
+    memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    captured = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    other = ValueError("a shape that can't be")
+
+    def raised(cause: Exception | None, context: Exception | None = None, e: Exception = captured) -> Exception:
+        e = type(e)(*e.args)
+        if cause:
+            e.__cause__ = cause
+        e.__context__ = context
+        return e
+    assert failure(raised(memory)) == failure(raised(None, memory)) == failure(memory)
+    assert failure(raised(memory, e=other)) == failure(memory)
+    assert failure(ExceptionGroup("two", [other, memory])) == failure(memory)
+    assert is_out_of_memory(*failure(raised(None)))
+    assert failure(raised(None, other)) == ("ValueError", "a shape that can't be")
+    assert failure(FailedElsewhere("OutOfMemoryError", "x")) == ("OutOfMemoryError", "x")
+    itself = RuntimeError("a loop")
+    itself.__context__ = itself
+    assert failure(itself) == ("RuntimeError", "a loop")
+
+
+@pytest.mark.parametrize(("failures", "printed", "kind"), [
+    ([("RuntimeError", "Connection reset by peer")], "Signal 9 (SIGKILL) received by PID 71", "Killed"),
+    ([("RuntimeError", "Connection closed by peer"), ("ValueError", "no")], "", "ValueError"),
+    ([("RuntimeError", "Connection closed by peer"), ("OutOfMemoryError", "x")], "Signal 9 (SIGKILL)", "OutOfMemoryError"),
+    ([("RuntimeError", "Connection reset by peer")], "", "RuntimeError"), ([], "Signal 11 (SIGSEGV)", "Ended")])
+def test_a_team_fails_by_what_ended_it_and_not_by_what_the_others_saw(failures, printed, kind):
+    assert cause([Failure(*f) for f in failures], printed).kind == kind
+    status = judge(ended(error=cause([Failure(*f) for f in failures], printed)), CELL, CARD, [])[0]
+    assert (status == "oom") == (kind in ("Killed", "OutOfMemoryError"))
 
 
 def test_a_longer_length_is_excused_for_its_attention_and_no_further():

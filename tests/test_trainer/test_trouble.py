@@ -16,8 +16,8 @@ from helpers.runs import Clock, before_step, end_state, log, open_run, receipt, 
 from helpers.waiting import wait_for
 from safetensors.torch import load_file
 
-from spillcliff.errors import UserError, is_card_lost
-from spillcliff.hardware.device import THROTTLED
+from spillcliff.errors import UserError
+from spillcliff.failures import is_card_lost
 from spillcliff.hardware.usage import process_seconds
 from trainer import checkpoint
 from trainer.config import OptimizerConfig, StepConfig
@@ -42,15 +42,23 @@ FOUR = StepConfig(4, 16)
     ("spill", "5.7 GB", {"reserved_bytes": 5_700_000_000, "spilled_bytes": None}),
     ("battery", "plug it in", {"on_battery": True}),
     ("data", "40% of it waits for tokens", {"data_share": 0.4}),
-    ("throttle", "80 degrees", {"throttle": 0x40}),
+    ("throttle", "80 degrees", {"throttle": 0x40, "tok_s": 1050.0}),
+    ("throttle", "80 degrees", {"throttle": 0x40, "clock_share": 0.4}),
+    ("throttle", "80 degrees", {"throttle": 0x4, "clock_share": 0.4}),
+    ("spill", "more than its throttle explains", {"throttle": 0x40}),
+    ("spill", "more than its throttle explains", {"throttle": 0x40, "clock_share": 0.5}),
+    ("spill", "no throttle", {"throttle": 0x4}),
+    ("spill", "no throttle", {"throttle": 0x4, "tok_s": 1050.0}),
     ("contended", "pid 77", {"other_percent": 50.0, "other_pid": 77}),
+    ("contended", "pid 77", {"other_percent": 50.0, "other_pid": 77, "throttle": 0x40}),
+    ("contended", "pid 77", {"other_percent": 50.0, "other_pid": 77, "spilled_bytes": 1_200_000_000}),
     ("slow", "busy with", {"kind": "cpu", "spilled_bytes": None}),
     (None, "", {"tok_s": 1400.0}),
     (None, "", {"throttle": 0x40, "tok_s": 1900.0}),
     (None, "", {"spilled_bytes": 20 << 20, "tok_s": 1900.0}),
 ])
 def test_the_cause_is_named_with_its_evidence(cause, words, changes):
-    slow = slowdown.find_slowdown(dataclasses.replace(SLOW, **changes), THROTTLED)
+    slow = slowdown.find_slowdown(dataclasses.replace(SLOW, **changes))
     assert (slow and slow.cause) == cause
     assert slow is None or words in slow.line
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from spillcliff.console import StopRequest
-from spillcliff.errors import UserError, is_card_lost, is_out_of_memory
+from spillcliff.errors import UserError
+from spillcliff.failures import failure, is_card_lost, is_out_of_memory
 from spillcliff.files import Say, ignore, write_json
 from spillcliff.hardware.device import device_facts
 from spillcliff.hardware.fingerprints import multi_device_name
@@ -133,7 +134,7 @@ class Run:
             try:
                 self._train_steps(stop)
             except RuntimeError as e:
-                if not is_card_lost(type(e).__name__, str(e)):
+                if not is_card_lost(*failure(e)):
                     raise
                 self._stop_here(f"the card failed in step {self.done + 1} ({str(e).splitlines()[0]:.120})",
                                 "when it answers again (a driver that was reset, a lost card: restart)")
@@ -203,7 +204,7 @@ class Run:
             step = self.step.step
             try:
                 return self.timer.run(tokens.view(step.accum, step.batch, -1), lr, feed_s, log_s)
-            except (RuntimeError, MemoryError) as e:
+            except Exception as e:  # a wrapped failure to allocate may be of any type
                 if not self._can_shrink(e):
                     raise
             # out here, where the exception no longer holds what the step had made
@@ -213,7 +214,7 @@ class Run:
 
     def _can_shrink(self, e: Exception) -> bool:
         """Whether smaller pieces may help against an exception."""
-        return is_out_of_memory(type(e).__name__, str(e)) and self.step.smaller_batch() is not None
+        return is_out_of_memory(*failure(e)) and self.step.smaller_batch() is not None
 
     def _shrink_batch(self, number: int) -> None:
         """Goes on in smaller micro-steps, after a failure in step `number`."""
@@ -275,7 +276,7 @@ class Run:
             try:
                 return [float(self.step.evaluate(smaller)) * self.data.loss_weight(smaller) * is_own
                         for piece, is_own in self.eval_pieces for smaller in piece.split(self.step.step.batch)]
-            except (RuntimeError, MemoryError) as e:
+            except Exception as e:  # a wrapped failure to allocate may be of any type
                 if not self._can_shrink(e):
                     raise
             self._shrink_batch(number)

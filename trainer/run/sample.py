@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spillcliff.errors import UserError, is_out_of_memory
+from spillcliff.errors import UserError
+from spillcliff.failures import failure, is_out_of_memory
 from spillcliff.files import Say, ignore, read_json
 from spillcliff.hardware.device import lock_fp32
 from trainer.config import ModelConfig
@@ -140,8 +141,8 @@ def write_texts(model: TextModel, prompts: Sequence[str], count: int, sampling: 
 
     try:
         generate(model.model, ids, count, sampling, model.ends, lambda row, token: add(row, decoders[row].add(token)))
-    except (RuntimeError, MemoryError) as e:
-        if not is_out_of_memory(type(e).__name__, str(e)):
+    except Exception as e:
+        if not is_out_of_memory(*failure(e)):
             raise
         raise UserError(f"out of memory at {len(ids)} texts of up to {longest} tokens; ask for fewer or shorter") from None
     for row, decoder in enumerate(decoders):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from spillcliff.hardware import nvml
-from spillcliff.hardware.device import THROTTLED, DeviceFacts, on_battery
+from spillcliff.hardware.device import DeviceFacts, on_battery
 from spillcliff.hardware.usage import MemoryClaim
 from trainer.plan import Plan
 from trainer.run.log import Throughput
@@ -39,7 +39,7 @@ class SpeedWatch:
         if not tok_s or time.monotonic() - self._looked_s <= LOOK_EVERY_S:
             return None
         self._looked_s = time.monotonic()
-        before, self._now = self._now, find_slowdown(self._readings(tok_s, throughput.recent_data_share), THROTTLED)
+        before, self._now = self._now, find_slowdown(self._readings(tok_s, throughput.recent_data_share))
         if self._now and not (before and before.cause == self._now.cause):
             self.slowdowns.append({"step": number, "what": self._now.cause, "line": self._now.line})
             return SpeedChange(self._now.cause, self._now.line)
@@ -54,6 +54,8 @@ class SpeedWatch:
             return readings
         now, others = nvml.readings(self._facts.uuid), self._claim.others(self._facts.uuid)
         self._claim.watch_others()
+        clock_mhz, top_mhz = now.get("clock_mhz"), nvml.limits(self._facts.uuid).get("clock_max_mhz")
+        clock_share = clock_mhz / top_mhz if clock_mhz and top_mhz else None
         return replace(readings, spilled_bytes=self._claim.non_local_growth_bytes(), throttle=int(now.get("throttle") or 0),
-                       temperature_c=now.get("temperature_c"), other_pid=others.pid, other_percent=others.busy_percent,
-                       reserved_bytes=torch.cuda.memory_reserved(self._device))
+                       clock_share=clock_share, temperature_c=now.get("temperature_c"), other_pid=others.pid,
+                       other_percent=others.busy_percent, reserved_bytes=torch.cuda.memory_reserved(self._device))

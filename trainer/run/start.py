@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spillcliff.console import LiveLine, Output
-from spillcliff.errors import UserError, is_out_of_memory
+from spillcliff.errors import UserError
+from spillcliff.failures import failure, fragmentation, is_out_of_memory, is_peer_lost
 from spillcliff.hardware.device import device_facts, resolve_device
 from spillcliff.hardware.fingerprints import is_sharded, multi_device_name
 from spillcliff.hardware.usage import MemoryClaim
@@ -144,6 +145,17 @@ def _preflight_facts(setup: "RunSetup", options: StartOptions) -> preflight.Pref
     return facts if world.is_main else replace(facts, is_locked=None, folder_problem=None)
 
 
+def _memory_advice(setup: "RunSetup") -> str:
+    """Why memory may have run out, and what to do."""
+    import torch
+
+    if setup.device.type == "cuda":
+        reserved, allocated = torch.cuda.max_memory_reserved(setup.device), torch.cuda.max_memory_allocated(setup.device)
+        if why := fragmentation(reserved, allocated, setup.plan.step.engine != "eager"):
+            return why
+    return "another program may have taken some since it was measured; plan with a smaller --limit"
+
+
 def _train(setup: "RunSetup", resume: bool, out: Output) -> dict:
     """The receipt."""
     from trainer.run.loop import run
@@ -159,10 +171,14 @@ def _train(setup: "RunSetup", resume: bool, out: Output) -> dict:
                 setup.group.join(setup.device)
             receipt = run(replace(setup, say=live.say, show=live.update), resume)
             setup.group.leave()
-    except (RuntimeError, MemoryError) as e:
-        if not is_out_of_memory(type(e).__name__, str(e)):
+    except Exception as e:
+        told = failure(e)
+        if setup.group.world.size > 1 and is_peer_lost(told.text):
+            raise UserError(f"another of the {setup.group.world.size} processes ended: its own line, or torchrun's below, "
+                            f"says why (SIGKILL: most likely the system ran out of memory); go on with --run "
+                            f"{folder.path} --resume") from None
+        if not is_out_of_memory(*told):
             raise
-        raise UserError(f"out of memory at {setup.plan.describe()}: another program may have taken some since it was "
-                        f"measured; plan with a smaller --limit, or go on with --run {folder.path} --resume when it is free"
-                        ) from None
+        raise UserError(f"out of memory at {setup.plan.describe()}: {_memory_advice(setup)}, or go on with --run "
+                        f"{folder.path} --resume when it is free") from None
     return receipt
