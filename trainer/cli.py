@@ -27,6 +27,8 @@ val_option = click.option("--val", multiple=True, type=PATH, metavar="FILE",
 @click.option("--resume", is_flag=True, help="Continue from the newest checkpoint in --run.")
 @click.option("--from", "source_path", type=PATH, metavar="DIR",
               help="Start from the weights of a run, an exported folder or a Llama-like Hugging Face one.")
+@click.option("--lr", type=float, metavar="X",
+              help="Peak learning rate instead of the plan's; with --resume, from there on.")
 @click.option("--sample", "prompts", multiple=True, metavar="TEXT",
               help="After each evaluation, show how the model continues this; may be repeated.")
 @click.option("--tensorboard", is_flag=True, help="Write event files to RUN/tensorboard too.")
@@ -36,14 +38,16 @@ val_option = click.option("--val", multiple=True, type=PATH, metavar="FILE",
 @json_option
 @click.pass_context
 def cli(ctx: click.Context, plan_path: Path | None, data: tuple[Path, ...], val: tuple[Path, ...], dtype: str | None,
-        column: str | None, run_path: Path | None, resume: bool, source_path: Path | None, prompts: tuple[str, ...],
-        tensorboard: bool, dry_run: bool, allow_battery: bool, device: str | None, as_json: bool) -> None:
+        column: str | None, run_path: Path | None, resume: bool, source_path: Path | None,
+        lr: float | None, prompts: tuple[str, ...], tensorboard: bool, dry_run: bool, allow_battery: bool,
+        device: str | None, as_json: bool) -> None:
     """Train a small language model as planned, in fp32, and write a receipt of planned beside actual.
 
     On N cards of one machine: torchrun --nproc-per-node N -- $(which train) --plan ...
     """
     if ctx.invoked_subcommand:
-        if any((plan_path, data, val, dtype, column, run_path, resume, source_path, prompts, tensorboard, dry_run)):
+        if any((plan_path, data, val, dtype, column, run_path, resume, source_path, lr is not None, prompts, tensorboard,
+                dry_run)):
             raise click.UsageError(f"options of a run don't go with `train {ctx.invoked_subcommand}`; put its own after it")
         return
     if plan_path is None or not data:
@@ -54,7 +58,8 @@ def cli(ctx: click.Context, plan_path: Path | None, data: tuple[Path, ...], val:
 
     start(StartOptions(
         plan=plan_path, data=data, val=val, dtype=dtype, column=column, run=run_path, resume=resume, source=source_path,
-        prompts=prompts, tensorboard=tensorboard, dry_run=dry_run, allow_battery=allow_battery, device=device), as_json)
+        lr=lr, prompts=prompts, tensorboard=tensorboard, dry_run=dry_run, allow_battery=allow_battery, device=device),
+        as_json)
 
 
 @cli.command(context_settings=HELP)

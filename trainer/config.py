@@ -24,6 +24,9 @@ DEPTH_TO_WIDTH = 40
 LR_FLOOR = 0.1
 """The cosine ends at a tenth of the peak (Hoffmann et al., arXiv 2203.15556, app. B)."""
 
+LARGEST_LR = 5e-3
+"""The largest peak rate that Step Law (Li et al., arXiv 2503.04715) was fitted on: plans take none above it."""
+
 Engine = Literal["eager", "graph", "compile"]
 Recompute = Literal["none", "elementwise", "block"]
 Update = Literal["after", "backward"]

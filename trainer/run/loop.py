@@ -25,7 +25,9 @@ from trainer.data.dataset import Dataset, changes, identity
 from trainer.data.feed import feed
 from trainer.huggingface import weights
 from trainer.plan import Plan, eval_batches, is_due
+from trainer.run.commands import RunCommands
 from trainer.run.distributed import ProcessGroup
+from trainer.run.divergence import way_back
 from trainer.run.log import RunLog, Throughput, live_line
 from trainer.run.receipt import Ledger, make_receipt
 from trainer.run.sample import Sampler
@@ -42,12 +44,12 @@ SEED = 0
 @dataclass(frozen=True)
 class RunOptions:
     """What a run may be asked for beside its plan: weights to start from, texts at each evaluation, event files; and the
-    command that goes on with it, for a person."""
+    commands that go on with it, for a person."""
 
     source: weights.Source | None = None
     sampler: Sampler | None = None
     tensorboard: bool = False
-    resume_command: str = "train --resume"
+    commands: RunCommands = RunCommands(RunFolder(Path("RUN")))  # noqa: RUF009
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,7 @@ class Run:
             except RuntimeError as e:
                 if not is_card_lost(type(e).__name__, str(e)):
                     raise
-                self._stop_here(f"the card failed in step {self.done + 1} ({str(e).splitlines()[0]:.120})",
-                                "when it answers again (a driver that was reset, a lost card: restart)")
+                self._stop_here(f"the card failed in step {self.done + 1} ({str(e).splitlines()[0]:.120})")
             self._wait_for_last_checkpoint()
         self._measure_peaks()
         receipt = self._receipt()
@@ -173,7 +174,7 @@ class Run:
             self._pause_if_due(is_asked_to_stop)
             if is_asked_to_stop and self.done < self.plan.steps:
                 self.saver.wait()
-                self.say(f"stopped after step {self.done}; go on with: {self.options.resume_command}")
+                self.say(f"stopped after step {self.done}; go on with: {self.options.commands.resume()}")
                 raise KeyboardInterrupt
 
     def _pause_if_due(self, is_asked_to_stop: bool) -> None:
@@ -239,7 +240,7 @@ class Run:
                        lr=plan.optimizer.lr_at(number - 1, plan.steps))
         if not (math.isfinite(times.loss) and math.isfinite(times.norm or 0)):
             self._stop_here(f"loss {times.loss} with gradient norm {times.norm} at step {number} "
-                            f"({self.data.where(number - 1, plan.step)})", "with a lower lr in the plan")
+                            f"({self.data.where(number - 1, plan.step)})", bad_after=number - 1)
         if change := self.speed_watch.change(number, self.throughput):
             self.say(f"step {number}: {change.line}")
             self.log.write("trouble", number, what=change.cause, line=change.line)
@@ -250,16 +251,22 @@ class Run:
         else:
             self.log_s += seconds
 
-    def _stop_here(self, what: str, how: str) -> NoReturn:
+    def _stop_here(self, what: str, bad_after: int | None = None) -> NoReturn:
+        """`bad_after` is after how many steps the weights give no number; None where it was the card that failed."""
         with contextlib.suppress(RuntimeError):
             self.saver.wait()
-        raise UserError(f"{what}: the run stops here; go on from {checkpoint.last_good(self.folder)} {how}")
+        if bad_after is None:
+            how = (f"go on from {checkpoint.last_good(self.folder)} when it answers again (a driver that was reset, a lost "
+                   f"card: restart): {self.options.commands.go_on()}")
+        else:
+            how = way_back(self.folder, self.plan, self.options.commands, bad_after, self.is_main)
+        raise UserError(f"{what}: the run stops here; {how}")
 
     def _evaluate(self, number: int) -> None:
         begin = time.perf_counter()
         self.val_loss = self.group.sum(sum(self._eval_losses(number))) / self.eval_weight
         if not math.isfinite(self.val_loss):
-            self._stop_here(f"validation loss {self.val_loss} after step {number}", "with a lower lr in the plan")
+            self._stop_here(f"validation loss {self.val_loss} after step {number}", bad_after=number)
         self.first_val_loss = self.val_loss if self.first_val_loss is None else self.first_val_loss
         self._measure_peaks()
         seconds = time.perf_counter() - begin
@@ -292,7 +299,7 @@ class Run:
             return
         self.saver.save(number, tensors, {
             "seconds": self.before_s + process_seconds(), "first_val_loss": self.first_val_loss, "val_loss": self.val_loss,
-            "data": self.identities, "from": self.came_from, "ledger": self.ledger.spent,
+            "loss": self.loss, "data": self.identities, "from": self.came_from, "ledger": self.ledger.spent,
             "checkpoint_write_s": self.write_s_before + self.saver.write_s})
         seconds = self.saver.blocked_s - before_s
         self.ledger.add("checkpoint_s", seconds)
@@ -305,7 +312,7 @@ class Run:
         self.ledger.add("checkpoint_s", self.saver.blocked_s - before_s)
         if self.saver.last_failure:
             raise UserError(f"the run is through, but for its last checkpoint: {self.saver.last_failure}; make room, and go "
-                            f"on with --run {self.folder.path} --resume")
+                            f"on with: {self.options.commands.go_on()}")
 
     def _receipt(self) -> dict:
         spent, seconds = self.ledger.spent, self.before_s + process_seconds()

@@ -9,7 +9,7 @@ from spillcliff.errors import Refused, UserError
 from spillcliff.hardware.device import THROTTLED
 from spillcliff.units import format_bytes, format_count
 from trainer.checkpoint import KEEP, STATE_BYTES
-from trainer.plan import Plan
+from trainer.plan import Plan, times_due
 from trainer.run.slowdown import BUSY_PERCENT
 
 NEAR = 1.03
@@ -37,9 +37,9 @@ class PreflightFacts:
     """All that an audit sees; sizes in bytes, None where it is not known or does not apply.
 
     `power_source` is NVML's (0 mains, 1 battery, 2 undersized supply), the `_problem`s are why something can't be, `tokens`
-    those left to train on, `checkpoints` how many there are of this very run, `others_bytes` what each other process holds
-    on the card by pid, `busy_percent` how busy they keep it, `busy_share` the share of the processor's cores that others
-    keep busy, `is_locked` whether another process runs in the run's folder.
+    those left to train on, `disk_free_bytes` what is free or will be, `checkpoints` how many there are of this very run,
+    `others_bytes` what each other process holds on the card by pid, `busy_percent` how busy they keep it, `busy_share` the
+    share of the processor's cores that others keep busy, `is_locked` whether another process runs in the run's folder.
     """
 
     plan: Plan
@@ -170,13 +170,15 @@ def _disk(facts: PreflightFacts) -> Finding | None:
     if facts.disk_free_bytes is None:
         return Finding("ok", "disk", "what is free is not known here")
     one = STATE_BYTES * facts.plan.model.parameters
-    wanted = KEEP + 1 - facts.checkpoints
+    most = min(KEEP + 2, times_due(facts.plan.steps, facts.plan.checkpoint) - 1)
+    least, room = min(2, most), facts.checkpoints + facts.disk_free_bytes / one
     seen = f"{format_bytes(facts.disk_free_bytes)} free, a checkpoint takes {format_bytes(one)}"
-    right = f"{seen}; make room for {max(1, wanted)} or put --run on another disk"
-    if facts.disk_free_bytes < max(1, wanted - 1) * one:
-        return Finding("refuse", "disk", right)
-    if facts.disk_free_bytes < max(1, wanted) * one:
-        return Finding("warn", "disk", f"{right}: {KEEP} are kept while the next is written")
+    wanted = f"{seen}; make room for {most - facts.checkpoints}"
+    if room < least:
+        return Finding("refuse", "disk", f"{wanted} or put --run on another disk")
+    if room < most:
+        return Finding("warn", "disk", f"{wanted}: the newest {KEEP} and the best are kept while the next is written, and "
+                                       f"without room older ones go before it")
     return Finding("ok", "disk", seen)
 
 

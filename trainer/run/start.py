@@ -1,8 +1,6 @@
 """From the options of `train` to a run: opens everything, goes through the audit, trains, and tells what came of it."""
 
 import os
-import shlex
-import subprocess
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,10 +11,12 @@ from spillcliff.errors import UserError, is_out_of_memory
 from spillcliff.hardware.device import device_facts, resolve_device
 from spillcliff.hardware.fingerprints import is_sharded, multi_device_name
 from spillcliff.hardware.usage import MemoryClaim
+from trainer.checkpoint import NoCheckpoint
 from trainer.data.dataset import Dataset, open_data
 from trainer.plan import Plan
 from trainer.ranks import World
 from trainer.run import preflight, tensorboard
+from trainer.run.commands import RunCommands
 from trainer.run.distributed import ProcessGroup
 from trainer.run.receipt import ledger_line, receipt_rows
 from trainer.run_folder import RunFolder, new_run_folder
@@ -38,6 +38,7 @@ class StartOptions:
     run: Path | None
     resume: bool
     source: Path | None
+    lr: float | None
     prompts: tuple[str, ...]
     tensorboard: bool
     dry_run: bool
@@ -50,14 +51,14 @@ def start(options: StartOptions, as_json: bool) -> None:
     the main one, before it joins: the others wait for it."""
     group = ProcessGroup(World.of_environment(os.environ))
     out = Output(as_json, is_silent=not group.world.is_main)
-    plan = Plan.load(options.plan) if group.world.is_main else None
+    plan = _plan(options) if group.world.is_main else None
     claim = MemoryClaim()
     device = group.own_device(resolve_device(options.device))
     if plan is None:
         if options.dry_run:
             return
         group.join(device)
-        plan = Plan.load(options.plan)
+        plan = _plan(options)
     group.is_sharded = is_sharded(plan.device) and group.world.size > 1
     from trainer.run.loop import RunSetup  # with torch, which what is wrong with a plan need not wait for
 
@@ -69,11 +70,17 @@ def start(options: StartOptions, as_json: bool) -> None:
     _introduce(setup, options, out)
     if not _passes_preflight(setup, options, out):
         return
-    receipt = _train(setup, options.resume, out)
+    receipt = _train(setup, options, out)
     out.say(f"validation loss {receipt['first_val_loss']:.3f} -> {receipt['val_loss']:.3f}; receipt in {folder.path}")
     out.table(("", "planned", "actual", "difference"), receipt_rows(receipt))
     out.say(f"the time went to {ledger_line(receipt['ledger'])}")
     out.result(receipt | {"run": str(folder.path)})
+
+
+def _plan(options: StartOptions) -> Plan:
+    """The plan, with the peak rate that was asked for."""
+    plan = Plan.load(options.plan)
+    return plan if options.lr is None else replace(plan, optimizer=replace(plan.optimizer, lr=options.lr))
 
 
 def _run_options(options: StartOptions, plan: Plan, data: Dataset, folder: RunFolder, group: ProcessGroup,
@@ -90,18 +97,16 @@ def _run_options(options: StartOptions, plan: Plan, data: Dataset, folder: RunFo
     return RunOptions(
         source=weights.open_for(options.source, plan.model, out.say) if options.source else None,
         sampler=Sampler(options.prompts, data.tokenizer, plan.model) if options.prompts else None,
-        tensorboard=options.tensorboard, resume_command=_resume_command(options, folder, group.world.size))
+        tensorboard=options.tensorboard, commands=_commands(options, folder, group.world.size))
 
 
-def _resume_command(options: StartOptions, folder: RunFolder, processes: int) -> str:
-    """The command that goes on with the run."""
-    told = [("--plan", folder.plan), *(("--data", p) for p in options.data), *(("--val", p) for p in options.val),
-            ("--dtype", options.dtype), ("--column", options.column), *(("--sample", text) for text in options.prompts),
-            ("--device", options.device), ("--run", folder.path)]
-    words = [str(word) for name, value in told if value is not None for word in (name, value)]
-    words += ["--tensorboard"] * options.tensorboard + ["--resume"]
-    begin = "train" if processes == 1 else f"torchrun --nproc-per-node {processes} -- $(which train)"
-    return f"{begin} {subprocess.list2cmdline(words) if os.name == 'nt' else shlex.join(words)}"
+def _commands(options: StartOptions, folder: RunFolder, processes: int) -> RunCommands:
+    told: list[tuple[str, Path | str | None]] = [
+        *(("--data", p) for p in options.data), *(("--val", p) for p in options.val), ("--dtype", options.dtype),
+        ("--column", options.column), *(("--sample", text) for text in options.prompts), ("--device", options.device)]
+    flags = [("--tensorboard", options.tensorboard), ("--allow-battery", options.allow_battery)]
+    return RunCommands(folder, (*((name, str(value)) for name, value in told if value is not None),
+                                *((name, None) for name, is_on in flags if is_on)), options.source, processes)
 
 
 def _introduce(setup: "RunSetup", options: StartOptions, out: Output) -> None:
@@ -118,7 +123,7 @@ def _passes_preflight(setup: "RunSetup", options: StartOptions, out: Output) -> 
     """Goes through the audit, and returns whether to train; what refuses is raised."""
     plan, folder, world = setup.plan, setup.folder, setup.group.world
     if options.resume:
-        folder.check_resume(plan)
+        folder.check_resume(plan, options.lr is not None)
     world.part_of_plan(plan)
     facts = _preflight_facts(setup, options)
     findings = preflight.check(facts)
@@ -144,25 +149,27 @@ def _preflight_facts(setup: "RunSetup", options: StartOptions) -> preflight.Pref
     return facts if world.is_main else replace(facts, is_locked=None, folder_problem=None)
 
 
-def _train(setup: "RunSetup", resume: bool, out: Output) -> dict:
+def _train(setup: "RunSetup", options: StartOptions, out: Output) -> dict:
     """The receipt."""
     from trainer.run.loop import run
 
-    is_main, folder = setup.group.world.is_main, setup.folder
+    is_main, folder, commands = setup.group.world.is_main, setup.folder, setup.options.commands
     try:
         with folder.locked() if is_main else nullcontext(), LiveLine(out.console()) as live:
             if is_main:
-                if resume:
-                    folder.check_resume(setup.plan)
+                if options.resume:
+                    folder.resume(setup.plan, options.lr is not None)
                 else:
                     folder.start(setup.plan)
                 setup.group.join(setup.device)
-            receipt = run(replace(setup, say=live.say, show=live.update), resume)
+            receipt = run(replace(setup, say=live.say, show=live.update), options.resume)
             setup.group.leave()
+    except NoCheckpoint as e:
+        raise UserError(f"{e}; start anew with: {commands.start()}") from None
     except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(type(e).__name__, str(e)):
             raise
         raise UserError(f"out of memory at {setup.plan.describe()}: another program may have taken some since it was "
-                        f"measured; plan with a smaller --limit, or go on with --run {folder.path} --resume when it is free"
+                        f"measured; plan with a smaller --limit, or when it is free go on with: {commands.go_on()}"
                         ) from None
     return receipt
