@@ -72,6 +72,11 @@ def test_a_machine_in_order_has_nothing_against_it(facts):
     ("data", "ok", "--data", {"tokens": None}),
     ("data", "ok", "each seen 1.5 times", {"tokens": 1366}),  # 32 steps of 64 tokens
     ("data", "warn", "each seen 1.5 times by 32 steps of 64, where the plan has 1 x 1k tokens", {"tokens": 1365}),
+    ("data", "refuse", "a step of 2 x 1 sequences is larger than the data, which has 1 to train on", {"sequences": 1}),
+    ("data", "ok", "each seen", {"sequences": 2}), ("data", "ok", "each seen", {"sequences": 1, "checkpoints": 1}),
+    ("data", "ok", "each seen 1.8 times", {"tokens": 36, "plan": plan(corpus_tokens=69, steps=1)}),  # as it was planned
+    ("data", "warn", "each seen 1.8 times", {"tokens": 35, "plan": plan(corpus_tokens=69, steps=1)}),
+    ("data", "warn", "each seen 5.3 times", {"tokens": 36, "plan": plan(corpus_tokens=69, steps=3)}),
     ("data", "ok", "each seen 2.0 times", {"tokens": 1000, "plan": plan(epochs=2)}),
     ("disk", "refuse", "make room for 4", {"disk_free_bytes": 2 * CHECKPOINT - 1}),
     ("disk", "warn", "make room for 4: the newest 2 and the best are kept", {"disk_free_bytes": 2 * CHECKPOINT}),

@@ -24,7 +24,7 @@ from trainer import checkpoint
 from trainer.data.dataset import Dataset, changes, identity
 from trainer.data.feed import feed
 from trainer.huggingface import weights
-from trainer.plan import Plan, eval_batches, is_due
+from trainer.plan import Plan, eval_windows, is_due
 from trainer.run.commands import RunCommands
 from trainer.run.distributed import ProcessGroup
 from trainer.run.divergence import way_back
@@ -84,7 +84,7 @@ class Run:
                               SEED, self.group, masked=self.data.answer_share is not None)
         self.identities = {"training": identity(self.data), "validation": identity(setup.validation)}
         batches = setup.validation.fixed_batches(self.plan.step.batch, self.plan.step.length,
-                                                 eval_batches(self.plan.corpus_tokens, self.plan.step))
+                                                 eval_windows(self.plan.corpus_tokens, self.plan.step, self.plan.rules))
         self.eval_weight = sum(self.data.loss_weight(b) for b in batches)
         pieces = [piece for b in batches for piece in torch.from_numpy(b).split(self.step.step.batch)]
         self.eval_pieces = self.group.world.split(pieces)
@@ -199,7 +199,7 @@ class Run:
         tokens = next(batches)
         feed_s, log_s = time.perf_counter() - begin, self.log_s
         self.log_s = 0.0
-        lr = self.plan.optimizer.lr_at(self.done, self.plan.steps)
+        lr = self.plan.lr_at(self.done)
         while True:
             step = self.step.step
             try:
@@ -237,7 +237,7 @@ class Run:
             self.throughput.add(times)
         self.log.write("step", number, loss=times.loss, norm=times.norm, step_s=times.step_s, micro_s=times.micro_s,
                        optimizer_s=times.optimizer_s, data_s=times.data_s, log_s=times.log_s,
-                       lr=plan.optimizer.lr_at(number - 1, plan.steps))
+                       lr=plan.lr_at(number - 1))
         if not (math.isfinite(times.loss) and math.isfinite(times.norm or 0)):
             self._stop_here(f"loss {times.loss} with gradient norm {times.norm} at step {number} "
                             f"({self.data.where(number - 1, plan.step)})", bad_after=number - 1)

@@ -46,7 +46,8 @@ def gather_for_audit(plan: Plan, data: Sequence[Path], val: Sequence[Path], run:
         known["build_problem"] = str(e)
     if data:
         try:
-            known["tokens"] = len(open_data(plan, data, val, **how)[0])
+            training = open_data(plan, data, val, **how)[0]
+            known |= {"tokens": len(training), "sequences": training.windows(plan.step.length)}
         except UserError as e:
             known["data_problem"] = str(e)
     return gather(plan, device, run, allow_battery=allow_battery, **known)

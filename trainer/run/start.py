@@ -144,7 +144,7 @@ def _preflight_facts(setup: "RunSetup", options: StartOptions) -> preflight.Pref
     world = setup.group.world
     fingerprint = multi_device_name(device_facts(setup.device).fingerprint, world.size, setup.group.is_sharded)
     facts = gather(setup.plan, setup.device, setup.folder, options.resume, options.allow_battery, tokens=len(setup.data),
-                   fingerprint=fingerprint)
+                   sequences=setup.data.windows(setup.plan.step.length), fingerprint=fingerprint)
     # the main process has the folder by the time that the others look
     return facts if world.is_main else replace(facts, is_locked=None, folder_problem=None)
 
