@@ -26,18 +26,18 @@ def is_sound(facts: dict, bad_after: int, vocab: int) -> bool:
     return facts["step"] < bad_after and all(is_number(loss, 0, WILD * math.log(vocab)) for loss in losses)
 
 
-def way_back(run: RunFolder, plan: Plan, commands: RunCommands, bad_after: int, is_main: bool) -> str:
-    """How to go on, in words that end with a command: from the newest sound checkpoint, those past it being set aside by the
-    main process; or from the start."""
+def way_on(run: RunFolder, plan: Plan, commands: RunCommands, bad_after: int | None, is_main: bool) -> str:
+    """How a run goes on that has to stop, in words that end with a command. Where the weights gave no number after
+    `bad_after` steps: from the newest sound checkpoint, those past it being set aside by the main process, or from the
+    start. None: it was the card that failed."""
+    if bad_after is None:
+        return (f"go on from {checkpoint.last_good(run)} when it answers again (a driver that was reset, a lost card: "
+                f"restart): {commands.go_on()}")
     steps, lr = run.checkpoint_steps(), lower_lr(plan.optimizer.lr)
-    sound = 0
-    for step in reversed(steps):
-        facts = checkpoint.facts_if_whole(run, step)
-        if facts and is_sound(facts, bad_after, plan.model.vocab):
-            sound = step
-            break
-    if not sound:
-        none = "no checkpoint yet" if not steps else "no checkpoint from before the loss ran away"
+    sound = next((step for step in reversed(steps) if (facts := checkpoint.facts_if_whole(run, step))
+                  and is_sound(facts, bad_after, plan.model.vocab)), None)
+    if sound is None:
+        none = "no checkpoint from before the loss ran away" if steps else "no checkpoint yet"
         return f"there is {none}; start anew with a lower lr: {commands.start(lr)}"
     later = [step for step in steps if step > sound]
     for step in later if is_main else ():

@@ -19,6 +19,7 @@ from trainer.run import preflight, tensorboard
 from trainer.run.commands import RunCommands
 from trainer.run.distributed import ProcessGroup
 from trainer.run.receipt import ledger_line, receipt_rows
+from trainer.run.validation import best_words
 from trainer.run_folder import RunFolder, new_run_folder
 
 if TYPE_CHECKING:
@@ -71,10 +72,20 @@ def start(options: StartOptions, as_json: bool) -> None:
     if not _passes_preflight(setup, options, out):
         return
     receipt = _train(setup, options, out)
-    out.say(f"validation loss {receipt['first_val_loss']:.3f} -> {receipt['val_loss']:.3f}; receipt in {folder.path}")
+    out.say(f"validation loss {receipt['first_val_loss']:.3f} -> {receipt['val_loss']:.3f}{_risen(receipt)}; receipt in "
+            f"{folder.path}")
     out.table(("", "planned", "actual", "difference"), receipt_rows(receipt))
     out.say(f"the time went to {ledger_line(receipt['ledger'])}")
     out.result(receipt | {"run": str(folder.path)})
+
+
+def _risen(receipt: dict) -> str:
+    """What to say of a validation loss that has risen since its lowest; "" if it has not."""
+    best, step = receipt["best_val_loss"], receipt["best_val_step"]
+    if best is None or best >= receipt["val_loss"]:
+        return ""
+    return (f", risen from its {best_words(best, step)}: since then it fits its data too closely (more data or fewer epochs "
+            f"help); `train sample` and `train export` take the best checkpoint")
 
 
 def _plan(options: StartOptions) -> Plan:
