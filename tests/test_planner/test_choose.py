@@ -213,7 +213,8 @@ def test_a_micro_step_that_was_not_measured_alone_is_not_made_of_one_that_accumu
     ([make_record(2, 512)], 300, {"length": 512}, "give more text$"),
     ([make_record(2, 512)], 3, {}, "give more text$"),
     ([make_record(16, 64)], 900, {"wanted": 1024, "asked": True},
-     "1,024 tokens a step take 16; ask for fewer --tokens-per-step")])
+     "1,024 tokens a step take 16; ask for fewer --tokens-per-step"),
+    ([accumulating()], 650, {"wanted": 1024, "asked": True}, "1,024 tokens a step take 16")])
 def test_where_every_step_is_larger_than_the_data_it_is_said_what_would_do(records, data, wish, words):
     with pytest.raises(TooLittleData, match=words):
         print(of_data(records, data, **wish))
