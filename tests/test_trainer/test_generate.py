@@ -6,6 +6,8 @@ import random
 import re
 from types import SimpleNamespace
 
+import click
+import psutil
 import pytest
 import torch
 from helpers.made import tiny
@@ -13,7 +15,6 @@ from helpers.runs import end_state, log, receipt, run_options
 
 from spillcliff.errors import UserError
 from spillcliff.files import ignore
-from trainer import cli
 from trainer.data.tokens import write_sidecar
 from trainer.model.decoder import Decoder
 from trainer.model.generate import Sampling, generate, sample_tokens
@@ -150,7 +151,7 @@ def test_a_prompt_that_is_no_text_is_refused_by_name(home, coder, called):
 def test_more_tokens_than_memory_has_room_for_are_refused_before_the_text_begins(home, coder, called, monkeypatch, tokens,
                                                                                   words):
     coder.save(str(home / "whole/tokenizer.json"))
-    monkeypatch.setattr(sample.psutil, "virtual_memory", lambda: SimpleNamespace(available=10**8))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10**8))
     code, out, err = called(home, "train", "sample", "--run", "whole", "--prompt", "the", "--tokens", tokens, "--device",
                             "cpu")
     assert (code, out) == (2, "")
@@ -162,7 +163,12 @@ def test_notes_and_failures_are_not_on_the_prompt_s_line(home, coder, called, mo
     coder.save(str(home / "whole/tokenizer.json"))
     ask = ("train", "sample", "--run", "whole", "--prompt", "the quick", "--device", "cpu", "--tokens")
     told: list[str] = []
-    monkeypatch.setattr(cli.click, "echo", lambda line, err: told.append(line) or print(f"<{line}>"))
+
+    def echo(line, err) -> None:
+        told.append(line)
+        print(f"<{line}>")
+
+    monkeypatch.setattr(click, "echo", echo)
     code, out, _ = called(home, *ask, "40")
     assert code == 0
     assert any("trained on 16" in line for line in told)

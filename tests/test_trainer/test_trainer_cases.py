@@ -119,7 +119,12 @@ def test_the_time_left_is_what_the_run_takes(tmp_path, monkeypatch):
     clock.slows(monkeypatch, Run, "_eval_losses", 100.0)
     clock.slows(monkeypatch, checkpoint, "_write", 50.0)
     seen: list[float] = []
-    monkeypatch.setattr(loop, "live_line", lambda *arguments: seen.append(arguments[5]) or "")
+
+    def noted(*arguments) -> str:
+        seen.append(arguments[5])
+        return ""
+
+    monkeypatch.setattr(loop, "live_line", noted)
     run = open_run(tmp_path, 30, 4)
     run.train()
     assert len(seen) == 30
