@@ -159,6 +159,7 @@ def test_what_somebody_put_beside_the_checkpoints_is_neither_resumed_from_nor_re
     with pytest.raises(UserError, match="a copy of that of step 12"):
         checkpoint.select(run, "99")
     ours = {f"step-{step:08d}" for step in (12, 18, 21)}
+    assert run.checkpoint_steps() == [12, 18, 21, 99]
     assert {p.name for p in run.checkpoints.iterdir()} == ours | {*FOREIGN, "step-00000098"}
 
 
