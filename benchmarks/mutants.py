@@ -42,6 +42,7 @@ TESTS = {
     "trainer/run/divergence.py": ["test_trainer/test_ways_on.py"],
     "trainer/run/commands.py": ["test_trainer/test_ways_on.py"],
     "trainer/run_folder.py": ["test_trainer/test_checkpoint.py"],
+    "trainer/run/saver.py": ["test_trainer/test_checkpoint.py"],
     "trainer/checkpoint.py": ["test_trainer/test_checkpoint.py", "test_trainer/test_disks.py"],
     "trainer/run/slowdown.py": ["test_trainer/test_trouble.py", "test_probe/test_verdict.py"],
     "trainer/run/preflight.py": ["test_trainer/test_preflight.py"]}
@@ -140,7 +141,7 @@ MUTANTS = [Mutant(*m) for m in (
     ("trainer/config.py", "(step + 1) / self.warmup_steps", "step / self.warmup_steps"),
     ("trainer/config.py", "max(1, steps - 1 - peak)", "max(1, steps - peak)"),
     ("trainer/config.py", "self.warmup_steps if repeats_peak else max(0, self.warmup_steps - 1)", "self.warmup_steps"),
-    ("trainer/checkpoint.py", "            self.last_failure = None\n        except", "        except"),
+    ("trainer/run/saver.py", "            self.last_failure = None\n        except", "        except"),
     ("trainer/checkpoint.py", "[-KEEP:], _best(facts)}", "[-KEEP:]}"),
     ("trainer/checkpoint.py", "(step == best, step), default", "step, default"),
     ("trainer/checkpoint.py", "min(before[:-1],", "min(before,"),

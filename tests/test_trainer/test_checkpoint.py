@@ -15,6 +15,7 @@ from helpers.runs import STEPS, end_state, kill_and_go_on, log, open_run, receip
 
 from spillcliff.errors import UserError
 from trainer import checkpoint
+from trainer.run.saver import Saver
 from trainer.run.step import TrainStep
 from trainer.run_folder import RunFolder
 
@@ -296,7 +297,7 @@ def test_a_host_without_memory_for_the_copy_is_a_failed_write(run, monkeypatch):
     def refuse(*shape, **options):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to")
 
-    saver = checkpoint.Saver(run, said.append)
+    saver = Saver(run, said.append)
     monkeypatch.setattr(torch, "empty", refuse)
     saver.save(1, on_device, {})
     saver.wait()
@@ -309,7 +310,7 @@ def test_a_host_without_memory_for_the_copy_is_a_failed_write(run, monkeypatch):
 
 def test_a_failed_write_is_forgotten_when_the_next_one_is_through(run, monkeypatch):
     """The run's end asks for it: what is on disk then is whole, and nothing need be gone on with."""
-    saver = checkpoint.Saver(run, lambda line: None)
+    saver = Saver(run, lambda line: None)
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10, used=10, free=0))
         saver.save(1, state(), {})

@@ -31,6 +31,7 @@ from trainer.run.divergence import way_on
 from trainer.run.log import RunLog, Throughput, live_line
 from trainer.run.receipt import Ledger, make_receipt, pauses_left_s
 from trainer.run.sample import Sampler
+from trainer.run.saver import Saver
 from trainer.run.slowdown import is_away
 from trainer.run.speed_watch import SpeedWatch
 from trainer.run.step import TrainStep
@@ -95,7 +96,7 @@ class Run:
         self.loss = self.val_loss = math.nan
         self.ledger, self.write_s_before = Ledger(), 0.0
         self.throughput, self.timer = Throughput(self.plan.step.tokens), StepTimer(self.step)
-        self.saver = checkpoint.Saver(self.folder, self.say)
+        self.saver = Saver(self.folder, self.say)
         self.peaks = MemoryPeaks()
         self.out_of_memory: list[dict] = []
         self.speed_watch = SpeedWatch(self.plan, self.device, self.facts, self.claim)
