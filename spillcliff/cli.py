@@ -70,7 +70,7 @@ def _leave_interrupted() -> NoReturn:
 
 
 def _fail(message: str, code: int) -> int:
-    print("error: " + " ".join(message.split()), file=sys.stderr)
+    print("error: " + " ".join(line.strip() for line in message.splitlines()), file=sys.stderr)
     return code
 
 

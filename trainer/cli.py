@@ -10,6 +10,9 @@ from spillcliff.cli import HELP, PATH, column_option, device_option, dtype_optio
 from spillcliff.console import LiveLine, Output
 from spillcliff.errors import Refused
 
+MOST_TOKENS = 1_000_000
+"""Of a text: more is a slip of the finger, and would overflow what sizes are counted in."""
+
 data_option = click.option("--data", multiple=True, type=PATH, metavar="FILE",
                            help="Token file, folder or pattern to train on; may be repeated.")
 val_option = click.option("--val", multiple=True, type=PATH, metavar="FILE",
@@ -27,6 +30,8 @@ val_option = click.option("--val", multiple=True, type=PATH, metavar="FILE",
 @click.option("--resume", is_flag=True, help="Continue from the newest checkpoint in --run.")
 @click.option("--from", "source_path", type=PATH, metavar="DIR",
               help="Start from the weights of a run, an exported folder or a Llama-like Hugging Face one.")
+@click.option("--lr", type=float, metavar="X",
+              help="Peak learning rate instead of the plan's; with --resume, from there on.")
 @click.option("--sample", "prompts", multiple=True, metavar="TEXT",
               help="After each evaluation, show how the model continues this; may be repeated.")
 @click.option("--tensorboard", is_flag=True, help="Write event files to RUN/tensorboard too.")
@@ -36,14 +41,16 @@ val_option = click.option("--val", multiple=True, type=PATH, metavar="FILE",
 @json_option
 @click.pass_context
 def cli(ctx: click.Context, plan_path: Path | None, data: tuple[Path, ...], val: tuple[Path, ...], dtype: str | None,
-        column: str | None, run_path: Path | None, resume: bool, source_path: Path | None, prompts: tuple[str, ...],
-        tensorboard: bool, dry_run: bool, allow_battery: bool, device: str | None, as_json: bool) -> None:
+        column: str | None, run_path: Path | None, resume: bool, source_path: Path | None,
+        lr: float | None, prompts: tuple[str, ...], tensorboard: bool, dry_run: bool, allow_battery: bool,
+        device: str | None, as_json: bool) -> None:
     """Train a small language model as planned, in fp32, and write a receipt of planned beside actual.
 
     On N cards of one machine: torchrun --nproc-per-node N -- $(which train) --plan ...
     """
     if ctx.invoked_subcommand:
-        if any((plan_path, data, val, dtype, column, run_path, resume, source_path, prompts, tensorboard, dry_run)):
+        if any((plan_path, data, val, dtype, column, run_path, resume, source_path, lr is not None, prompts, tensorboard,
+                dry_run)):
             raise click.UsageError(f"options of a run don't go with `train {ctx.invoked_subcommand}`; put its own after it")
         return
     if plan_path is None or not data:
@@ -54,7 +61,8 @@ def cli(ctx: click.Context, plan_path: Path | None, data: tuple[Path, ...], val:
 
     start(StartOptions(
         plan=plan_path, data=data, val=val, dtype=dtype, column=column, run=run_path, resume=resume, source=source_path,
-        prompts=prompts, tensorboard=tensorboard, dry_run=dry_run, allow_battery=allow_battery, device=device), as_json)
+        lr=lr, prompts=prompts, tensorboard=tensorboard, dry_run=dry_run, allow_battery=allow_battery, device=device),
+        as_json)
 
 
 @cli.command(context_settings=HELP)
@@ -147,10 +155,12 @@ def tokenize(ctx: click.Context, texts: tuple[Path, ...], out_path: Path, vocab:
 @click.option("--run", "run_path", type=PATH, metavar="DIR", help="The run's folder.")
 @click.option("--from", "folder", type=PATH, metavar="DIR",
               help="Instead of --run: an exported folder, or a Llama-like Hugging Face one.")
+@click.option("--checkpoint", "which", default="best", show_default=True, metavar="best|newest|N",
+              help="Of --run, which one: best is by validation loss, N a step.")
 @click.option("--prompt", "prompts", required=True, multiple=True, metavar="TEXT",
               help="How the text begins; several are written at once.")
 @click.option("--count", default=1, show_default=True, type=click.IntRange(1, 4096), help="Texts for each prompt.")
-@click.option("--tokens", "most", default=100, show_default=True, type=click.IntRange(1), help="Tokens to add.")
+@click.option("--tokens", "most", default=100, show_default=True, type=click.IntRange(1, MOST_TOKENS), help="Tokens to add.")
 @click.option("--temperature", default=0.8, show_default=True, type=click.FloatRange(0, 100), help="0 takes the likeliest.")
 @click.option("--top-k", default=50, show_default=True, type=click.IntRange(1), help="Draw from the K likeliest.")
 @click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(0, 1),
@@ -159,39 +169,53 @@ def tokenize(ctx: click.Context, texts: tuple[Path, ...], out_path: Path, vocab:
               help="Each further text has the next one.")
 @device_option
 @json_option
-def sample(run_path: Path | None, folder: Path | None, prompts: tuple[str, ...], count: int, most: int, temperature: float,
-           top_k: int, top_p: float, seed: int, device: str | None, as_json: bool) -> None:
-    """Write text with a run's newest checkpoint or an exported folder, shown as it comes."""
+@click.pass_context
+def sample(ctx: click.Context, run_path: Path | None, folder: Path | None, which: str, prompts: tuple[str, ...], count: int,
+           most: int, temperature: float, top_k: int, top_p: float, seed: int, device: str | None, as_json: bool) -> None:
+    """Write text with a run's best checkpoint or an exported folder, shown as it comes."""
     from spillcliff.hardware.device import resolve_device
 
     if (run_path is None) == (folder is None):
         raise click.UsageError("a sample needs either --run DIR, a run's folder, or --from DIR, an exported one")
+    if folder and ctx.get_parameter_source("which") == ParameterSource.COMMANDLINE:
+        raise click.UsageError("--checkpoint goes with --run; an exported folder holds one model")
     if not (temperature >= 0 and top_p >= 0):
         raise click.UsageError(f"--temperature {temperature} and --top-p {top_p} must be numbers of 0 or more")
     torch_device = resolve_device(device)
     from trainer.model.generate import Sampling
-    from trainer.run.sample import TextModel, printable, write_texts
+    from trainer.run.sample import TextModel, check_text, printable, write_texts
     from trainer.run_folder import RunFolder
 
     out = Output(as_json)
+
+    for prompt in prompts:
+        check_text(prompt)
+
+    def note(line: str) -> None:
+        click.echo(line, err=True)
+
     if run_path:
-        model = TextModel.of_run(RunFolder(run_path), torch_device, out.say)
+        model = TextModel.of_run(RunFolder(run_path), torch_device, which, note)
     elif folder:
         model = TextModel.of_folder(folder, torch_device)
     begins = [prompt for prompt in prompts for _ in range(count)]
     is_alone = len(begins) == 1 and not as_json
 
+    has_begun = False
+
     def show(row: int, piece: str) -> None:
+        nonlocal has_begun
         if is_alone:
+            has_begun = True
             out.say(printable(piece), end="")
 
-    if is_alone:
-        out.say(printable(begins[0]), end="")
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    texts = write_texts(model, begins, most, sampling, show, lambda line: click.echo(line, err=True))
-    if is_alone:
-        out.say()
-    elif not as_json:
+    try:
+        texts = write_texts(model, begins, most, sampling, show, note)
+    finally:  # what went wrong has a line of its own
+        if has_begun:
+            out.say()
+    if not (is_alone or as_json):
         for i, text in enumerate(texts):
             out.say(f"--- {i + 1} of {len(texts)}, seed {seed + i}\n{printable(text)}")
     out.result({"text": texts[0], "texts": [{"prompt": p, "text": t} for p, t in zip(begins, texts, strict=True)]})
@@ -200,8 +224,8 @@ def sample(run_path: Path | None, folder: Path | None, prompts: tuple[str, ...],
 @cli.command(context_settings=HELP)
 @click.option("--run", "run_path", required=True, type=PATH, metavar="DIR", help="The run's folder.")
 @click.option("--out", "out_path", required=True, type=PATH, metavar="DIR", help="Folder to write.")
-@click.option("--checkpoint", "which", default="best", show_default=True, metavar="best|newest|step-N",
-              help="Which one: best is by validation loss.")
+@click.option("--checkpoint", "which", default="best", show_default=True, metavar="best|newest|N",
+              help="Which one: best is by validation loss, N a step.")
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16", "float16"]),
               help="What the weights are written as.")
 @json_option

@@ -24,6 +24,9 @@ DEPTH_TO_WIDTH = 40
 LR_FLOOR = 0.1
 """The cosine ends at a tenth of the peak (Hoffmann et al., arXiv 2203.15556, app. B)."""
 
+LARGEST_LR = 5e-3
+"""The largest peak rate that Step Law (Li et al., arXiv 2503.04715) was fitted on: plans take none above it."""
+
 Engine = Literal["eager", "graph", "compile"]
 Recompute = Literal["none", "elementwise", "block"]
 Update = Literal["after", "backward"]
@@ -167,6 +170,11 @@ class StepConfig:
         return self.batch * self.length * self.accum
 
     @property
+    def sequences(self) -> int:
+        """Sequences per optimizer step."""
+        return self.batch * self.accum
+
+    @property
     def micro_tokens(self) -> int:
         """Tokens per micro-step."""
         return self.batch * self.length
@@ -210,15 +218,26 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check(self, "optimizer")
 
-    def lr_at(self, step: int, steps: int) -> float:
-        """Learning rate of step `step` (from 0) of `steps`: a linear warm-up, then constant or a cosine to a tenth."""
+    def lr_at(self, step: int, steps: int, repeats_peak: bool = False) -> float:
+        """Learning rate of step `step` (from 0) of `steps`: lr (step + 1) / w over the w steps of a linear warm-up, so that
+        its last one has the peak; from there on constant, or a cosine to LR_FLOOR of it at the last step of all. With
+        `repeats_peak`, as 0.1.0 had it, the cosine begins one step later and the peak comes twice."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
             return self.lr
-        span = max(1, steps - 1 - self.warmup_steps)
-        progress = min(1.0, (step - self.warmup_steps) / span)
+        peak = self.warmup_steps if repeats_peak else max(0, self.warmup_steps - 1)
+        progress = min(1.0, (step - peak) / max(1, steps - 1 - peak))
         return self.lr * (LR_FLOOR + (1 - LR_FLOOR) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+    def describe(self, steps: int) -> str:
+        """The schedule of so many steps in words."""
+        warm = min(self.warmup_steps, steps)
+        rise = f"lr {self.lr:g} x step / {self.warmup_steps} up to step {warm}" if warm > 1 else f"lr {self.lr:g} at step 1"
+        if self.schedule == "constant" or steps <= max(1, warm):
+            return f"{rise}, and constant from there"
+        return (f"{rise}, then a cosine to a tenth at step {steps}: lr x (0.55 + 0.45 x cos(pi x (step - "
+                f"{max(1, warm)}) / {steps - max(1, warm)}))")
 
 
 def update_refusal(step: StepConfig, optimizer: OptimizerConfig) -> str | None:

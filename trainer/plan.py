@@ -17,22 +17,53 @@ from trainer.config import ModelConfig, OptimizerConfig, StepConfig, update_refu
 SCHEMA = 1
 """1: first version."""
 
-EVAL_BATCHES = 16
-"""Most batches of an evaluation, always the same windows."""
+RULES = 2
+"""What a plan leaves to be worked out by the trainer. 1: plans of 0.1.0, which hold back by the batch and repeat the peak
+rate; a run that was started so goes on so. 2: since."""
+EVAL_TOKENS = 32_768
+"""Most tokens of an evaluation: 64 windows of 512, some 5 s of every quarter of an hour on a GTX 1060."""
+EVAL_WINDOWS = 16
+"""Windows of an evaluation that a hundredth of the data may not have, but a tenth has."""
+BATCHES_BEFORE = 16
+"""Most batches of an evaluation under rules 1."""
 
 
-def validation_tokens(tokens: int, step: StepConfig) -> int:
-    """Tokens at the end of a file of `tokens` that are kept for validation where no other file is given: a hundredth,
-    at least one window, and no more than an evaluation reads. At least a whole batch too, unless that is over a tenth: an
-    evaluation of 26 sequences between steps of 32 left the allocator 0.7% more memory than was measured."""
+def validation_tokens(tokens: int, step: StepConfig, rules: int = RULES) -> int:
+    """Tokens at the end of a file of `tokens` that are kept for validation where no other file is given: a hundredth, no
+    more than an evaluation reads, and EVAL_WINDOWS windows at least unless they are over a tenth; one window at the very
+    least. The same whatever the batch."""
+    if rules == 1:
+        return _validation_tokens_before(tokens, step)
+    least = min(EVAL_WINDOWS * step.length + 1, tokens // 10)
+    return max(step.length + 1, min(tokens // 100, EVAL_TOKENS + 1), least)
+
+
+def _validation_tokens_before(tokens: int, step: StepConfig) -> int:
+    """A hundredth, at least one window, and no more than BATCHES_BEFORE; at least a whole batch too, unless that is over a
+    tenth."""
     batch = step.micro_tokens
-    return max(step.length + 1, min(tokens // 100, EVAL_BATCHES * batch + 1), min(batch + 1, tokens // 10))
+    return max(step.length + 1, min(tokens // 100, BATCHES_BEFORE * batch + 1), min(batch + 1, tokens // 10))
+
+
+def eval_windows(corpus_tokens: int, step: StepConfig, rules: int = RULES) -> int:
+    """Windows of an evaluation: what would be held back of a file of `corpus_tokens`, so that evaluations take a few
+    hundredths of the run's time however large the data is. Under rules 1 whole batches of them, or less than one."""
+    count = (validation_tokens(corpus_tokens, step, rules) - 1) // step.length
+    return count if rules > 1 or count < step.batch else count - count % step.batch
 
 
 def eval_batches(corpus_tokens: int, step: StepConfig) -> int:
-    """Batches of an evaluation: what would be held back of a file of `corpus_tokens`, so that evaluations take a few
-    hundredths of the run's time however large the data is."""
-    return max(1, (validation_tokens(corpus_tokens, step) - 1) // step.length // step.batch)
+    """Batches of an evaluation, the last one filled up."""
+    return -(-eval_windows(corpus_tokens, step) // step.batch)
+
+
+def training_windows(tokens: int, step: StepConfig, are_pairs: bool = False) -> int:
+    """Sequences of a step's length that a file of `tokens` has to train on, its last ones held back; 0 if there is none.
+    Pairs are whole rows, where of other tokens a window's last target is one more."""
+    held = validation_tokens(tokens, step)
+    if are_pairs:
+        return tokens // step.length - (held - 1) // step.length
+    return max(0, (tokens - held - 1) // step.length)
 
 
 def is_due(step: int, steps: int, every: int) -> bool:
@@ -140,7 +171,8 @@ class Rejected(_OfCell):
 class Plan:
     """Written by `plan`, run by `train`; the fields are those of the plan's JSON. `eval` and `checkpoint` are cadences in
     steps, `software` what the pick was measured with, `pairs` the counts of a file of pairs, whose
-    `corpus_tokens` are all that an epoch steps over. UserError for values that can't be."""
+    `corpus_tokens` are all that an epoch steps over; `rules` is RULES when it was made. UserError for values that
+    can't be."""
 
     schema: int
     at: str
@@ -162,6 +194,7 @@ class Plan:
     calibration: dict
     software: dict[str, str | None] = field(default_factory=dict)
     pairs: PairCounts | None = None
+    rules: Annotated[int, Number(1, RULES + 1)] = RULES
 
     def __post_init__(self) -> None:
         if not self.predicted.tok_s.low > 1e-9:
@@ -182,7 +215,7 @@ class Plan:
     def from_json(cls, values: dict) -> "Plan":
         """Checks a plan; UserError says what is wrong. Unknown fields are ignored."""
         schema.check_version(values, SCHEMA, ". Make the plan again with `plan`")
-        return schema.read(cls, values)
+        return schema.read(cls, {"rules": 1} | values)
 
     def to_json(self) -> dict:
         values = dataclasses.asdict(self)
@@ -192,6 +225,10 @@ class Plan:
 
     def save(self, path: Path | str) -> None:
         write_json(path, self.to_json())
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of step `step`, from 0."""
+        return self.optimizer.lr_at(step, self.steps, repeats_peak=self.rules == 1)
 
     def describe(self) -> str:
         """The plan in one line."""

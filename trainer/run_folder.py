@@ -12,7 +12,8 @@ from trainer.plan import Plan
 
 LOCK_PATIENCE_S = 0.3
 """How long a start waits for a folder's lock, which an audit that looks at it holds for a moment."""
-_CHECKPOINT = re.compile(r"step-(\d{8,})")
+_CHECKPOINT = re.compile(r"step-([0-9]{8,})")
+_UNFINISHED = re.compile(_CHECKPOINT.pattern + r"\.tmp")
 
 
 def runs_folder(results: Path) -> Path:
@@ -73,12 +74,14 @@ class RunFolder:
         return self.checkpoints / f"step-{step:08d}"
 
     def checkpoint_steps(self) -> list[int]:
-        """The steps of the checkpoints that are there, lowest first; what is still being written is none."""
-        return sorted(int(match[1]) for p in self.checkpoints.glob("step-*") if (match := _CHECKPOINT.fullmatch(p.name)))
+        """The steps of the checkpoints that are there, lowest first: folders named as `checkpoint` names them. What is still
+        being written is none, nor is what somebody put there under another name (step-old, step-12)."""
+        return sorted(step for p in self.checkpoints.glob("step-*") if (match := _CHECKPOINT.fullmatch(p.name))
+                      and p == self.checkpoint(step := int(match[1])) and p.is_dir())
 
     def unfinished_checkpoints(self) -> list[Path]:
         """What a process left behind that was killed while it wrote."""
-        return list(self.checkpoints.glob("step-*.tmp"))
+        return [p for p in self.checkpoints.glob("step-*.tmp") if _UNFINISHED.fullmatch(p.name)]
 
     def has_plan(self) -> bool:
         return self.plan.is_file()
@@ -132,18 +135,27 @@ class RunFolder:
         plan.save(self.plan)
         self.log.unlink(missing_ok=True)
 
-    def check_resume(self, plan: Plan) -> None:
-        """UserError if there is no run to go on with here, or its plan was another one."""
+    def check_resume(self, plan: Plan, is_lr_asked: bool = False) -> None:
+        """UserError if there is no run to go on with here, or its plan was another one: but for the peak rate, where another
+        `is_lr_asked` for."""
         if not self.plan.exists():
             raise UserError(f"{self.path} holds no run to resume; leave --resume out to start one")
         if self.receipt.exists():
             raise UserError(f"run {self.path} is finished: its receipt is {self.receipt}")
         old, new = Plan.load(self.plan).to_json(), plan.to_json()
+        if is_lr_asked:
+            old["optimizer"]["lr"] = new["optimizer"]["lr"]
         changed = [f"{name} {old[name]!r:.80} -> {new[name]!r:.80}"
                    for name in ("model", "step", "steps", "corpus_tokens", "epochs", "optimizer") if old[name] != new[name]]
         if changed:
             raise UserError(f"run {self.path} was started from another plan ({'; '.join(changed)}); resume with its own, "
                             f"{self.plan}")
+
+    def resume(self, plan: Plan, is_lr_asked: bool = False) -> None:
+        """As check_resume; a peak rate that was asked for is the run's from here on."""
+        self.check_resume(plan, is_lr_asked)
+        if is_lr_asked:
+            plan.save(self.plan)
 
 
 def new_run_folder(results: Path, plan: Plan) -> RunFolder:

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from planner.decide import defaults
 from planner.decide.alternatives import alternatives
 from planner.decide.calibration import Calibration
-from planner.decide.choose import Candidate, Choice, Wish, choose
+from planner.decide.choose import Candidate, Choice, TooLittleData, Wish, choose
 from planner.decide.hours import Overheads, Rates, cadence, peak_span, run_hours, run_overheads, step_span, steps_for
 from planner.decide.inputs import PlanInputs
 from planner.decide.scaling import assumption
@@ -105,7 +105,7 @@ def build(records: list[Record], request: PlanRequest, inputs: PlanInputs) -> Fo
         eval=run.every, checkpoint=run.every, limit_bytes=limit[0],
         predicted=Predicted(tok_s=Span(tokens / step_s.high, tokens / step_s.mid, tokens / step_s.low),
                             peak_bytes=peak_span(pick), hours=run.hours),
-        why=_why(picked, request, inputs, limit, lr_why, run.overheads),
+        why=_why(picked, request, inputs, limit, [lr_why, f"schedule: {optimizer.describe(run.steps)}"], run.overheads),
         runners_up=[replace(r, hours=run.hours.mid * (r.hours_ratio or 1.0)) for r in picked.choice.runners_up],
         rejected=picked.choice.rejected, records_sha256=digest(records), calibration=calibration.to_json(),
         software=pick.record.software, pairs=request.pairs)
@@ -134,19 +134,22 @@ def _pick_for(corpus: int, records: list[Record], request: PlanRequest, inputs: 
     tokens, tokens_why = (request.tokens_per_step, "tokens per step as asked") if request.tokens_per_step else (
         defaults.tokens_per_step(_total(corpus, request)))
     try:
-        choice = choose(records, limit_bytes, Wish(tokens, is_asked, request.length), inputs.cliff)
+        choice = choose(records, limit_bytes, Wish(
+            tokens, is_asked, request.length, request.corpus_tokens, request.pairs is not None), inputs.cliff)
+    except TooLittleData:
+        raise
     except NoPlan as e:
         raise NoPlan(f"{e}{alternatives(records, request.length, limit_bytes, inputs.device)}") from None
     calibration = inputs.calibration(choice.pick.record)
     return _Picked(corpus, choice, tokens_why, calibration, step_span(choice.pick, 1 / calibration.tok_s, calibration.sd))
 
 
-def _why(picked: _Picked, request: PlanRequest, inputs: PlanInputs, limit: tuple[int, str], lr_why: str,
+def _why(picked: _Picked, request: PlanRequest, inputs: PlanInputs, limit: tuple[int, str], lr_why: list[str],
          overheads: Overheads) -> list[str]:
     pick = picked.choice.pick
     amount = _of_pairs(request.pairs) if request.pairs else [
         _amount(_total(picked.corpus_tokens, request), pick.model.parameters)]
-    why = [*picked.choice.why, f"limit {format_bytes(limit[0])}: {limit[1]}", picked.tokens_why, lr_why, *amount,
+    why = [*picked.choice.why, f"limit {format_bytes(limit[0])}: {limit[1]}", picked.tokens_why, *lr_why, *amount,
            *picked.calibration.lines()]
     if inputs.assumed_for:
         why.insert(0, assumption(pick.record, inputs.assumed_for))

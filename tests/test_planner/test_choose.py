@@ -3,8 +3,9 @@
 import pytest
 from helpers.made import make_cliff, make_record
 
-from planner.decide.choose import Wish, choose
+from planner.decide.choose import TooLittleData, Wish, choose
 from spillcliff.errors import NoPlan
+from trainer.plan import training_windows
 
 LIMIT = 5_000_000_000
 
@@ -209,3 +210,48 @@ def test_the_leanest_is_a_runner_up_however_slow_it_is():
     batches = [r.step.batch for r in pick([*quick, leanest]).runners_up]
     assert len(batches) == 6
     assert batches[-1] == 1
+
+
+def of_data(records, data, wanted=4096, asked=False, **wish):
+    return choose(records, LIMIT, Wish(wanted, asked, data_tokens=data, **wish)).pick.step
+
+
+def accumulating(accum=2, **other):
+    return make_record(4, 64, accum=accum, tok_s=1000, **other)
+
+
+@pytest.mark.parametrize(("data", "batch", "accum"), [
+    (10_000, 4, 16), (3000, 4, 10), (900, 4, 3), (715, 4, 2), (650, 4, 2), (560, 4, 1), (400, 4, 1), (300, 2, 1)])
+def test_a_step_is_made_no_larger_than_the_data(data, batch, accum):
+    """Of accumulation first, down to a micro-step alone if that was measured, then of the batch."""
+    records = [make_record(4, 64, tok_s=1000), accumulating(), make_record(2, 64, tok_s=500)]
+    step = of_data(records, data)
+    assert (step.batch, step.accum) == (batch, accum)
+    assert step.sequences <= training_windows(data, step)
+
+
+def test_a_micro_step_that_was_not_measured_alone_is_not_made_of_one_that_accumulates():
+    assert of_data([accumulating(), make_record(2, 64, tok_s=500)], 400).batch == 2
+    assert of_data([accumulating(micro_s=None), make_record(2, 64, tok_s=500)], 650).accum == 2
+
+
+@pytest.mark.parametrize(("records", "data", "wish", "words"), [
+    ([make_record(2, 512)], 300, {}, "300 tokens have 0 sequences of 512 to train on, and the smallest that was measured "
+     "takes 2; give more text, or measure a smaller step: probe grid --model 150M --batch 1 --length 64"),
+    ([make_record(4, 64), make_record(8, 64)], 300, {}, "takes 4; .* --batch 1 --length 64$"),
+    ([make_record(4, 512)], 2000, {"length": 512}, "2 sequences of 512 .* takes 4; .* --batch 1 --length 512$"),
+    ([make_record(2, 512)], 300, {"length": 512}, "give more text$"),
+    ([make_record(2, 512)], 3, {}, "give more text$"),
+    ([make_record(16, 64)], 900, {"wanted": 1024, "asked": True},
+     "1,024 tokens a step take 16; ask for fewer --tokens-per-step"),
+    ([accumulating()], 650, {"wanted": 1024, "asked": True}, "1,024 tokens a step take 16")])
+def test_where_every_step_is_larger_than_the_data_it_is_said_what_would_do(records, data, wish, words):
+    with pytest.raises(TooLittleData, match=words):
+        print(of_data(records, data, **wish))
+
+
+def test_pairs_are_whole_rows():
+    records = [make_record(1, 64, tok_s=1000)]
+    assert of_data(records, 128, are_pairs=True).batch == 1
+    with pytest.raises(TooLittleData):
+        of_data(records, 128)

@@ -3,6 +3,7 @@ costs no checkpoint that was there, and other data than it was started on is ref
 
 import itertools
 import json
+import os
 import random
 import shutil
 import sys
@@ -14,6 +15,7 @@ from helpers.runs import STEPS, end_state, kill_and_go_on, log, open_run, receip
 
 from spillcliff.errors import UserError
 from trainer import checkpoint
+from trainer.run.saver import Saver
 from trainer.run.step import TrainStep
 from trainer.run_folder import RunFolder
 
@@ -97,10 +99,18 @@ def test_the_best_is_kept_beside_the_newest(run):
     assert run.checkpoint_steps() == [2, 5, 6]
 
 
+def test_of_checkpoints_between_two_evaluations_the_latest_is_the_best(run):
+    """They bear the loss of the same evaluation."""
+    for step, loss in enumerate((1.5, 1.5, 1.5, 2.0, 2.0), 1):
+        checkpoint.save(run, step, state(), {"val_loss": loss})
+    assert run.checkpoint_steps() == [3, 4, 5]
+    assert checkpoint.select(run, "best")[0]["step"] == 3
+
+
 def test_one_is_selected_by_its_step_or_by_the_lowest_loss_and_what_is_not_there_is_told(run):
     for step, loss in ((3, 1.0), (6, 2.0)):
         checkpoint.save(run, step, state(), {"val_loss": loss})
-    for which, step in (("newest", 6), ("best", 3), ("step-3", 3), ("step-00000006", 6)):
+    for which, step in (("newest", 6), ("best", 3), ("step-3", 3), ("step-00000006", 6), ("3", 3)):
         assert checkpoint.select(run, which)[0]["step"] == step
     for which, words in (("last", "newest or step-N, such as step-6"), ("step-x", "step-N"), ("step-4", "step-3, step-6")):
         with pytest.raises(UserError, match=words):
@@ -128,6 +138,84 @@ def test_a_folder_left_by_a_kill_is_removed_by_the_next_save(run):
     (run.checkpoints / "step-00000007.tmp").mkdir(parents=True)
     checkpoint.save(run, 8, state(), {})
     assert [p.name for p in run.checkpoints.iterdir()] == ["step-00000008"]
+
+
+FOREIGN = ("step-old", "step-12", "step-000000012", "step-00000012 - Copy", "step-00000012.tmp.old", "step-old.tmp",
+           "step-\u0661\u0661\u0661\u0661\u0661\u0661\u0661\u0662", "step-00000099")
+
+
+def test_what_somebody_put_beside_the_checkpoints_is_neither_resumed_from_nor_removed(run):
+    """Copies under other names, digits that are not ASCII, a copy under a name like ours, and a file."""
+    checkpoint.save(run, 12, state(), {"val_loss": 0.1})
+    for name in FOREIGN:
+        shutil.copytree(run.checkpoint(12), run.checkpoints / name)
+    (run.checkpoints / "step-00000098").write_text("mine")
+    (run.checkpoints / "step-00000011.tmp").mkdir()
+    for step in (15, 18, 21):
+        checkpoint.save(run, step, state(), {"val_loss": 1.0})
+    said: list[str] = []
+    assert checkpoint.newest(run, said.append)[0]["step"] == 21
+    assert said == ["checkpoint step-00000099 is a copy of that of step 12 and passed over"]
+    assert checkpoint.select(run, "best")[0]["step"] == 12
+    with pytest.raises(UserError, match="a copy of that of step 12"):
+        checkpoint.select(run, "99")
+    ours = {f"step-{step:08d}" for step in (12, 18, 21)}
+    assert run.checkpoint_steps() == [12, 18, 21, 99]
+    assert {p.name for p in run.checkpoints.iterdir()} == ours | {*FOREIGN, "step-00000098"}
+
+
+def test_a_resume_is_from_the_highest_step_whatever_lies_beside(home):
+    """By the command: a copy of an earlier one, newer by its time and its name."""
+    shutil.copytree(home / "whole", home / "copied")
+    part = RunFolder(home / "copied")
+    part.receipt.unlink()
+    shutil.rmtree(part.checkpoint(STEPS))
+    newest = part.checkpoint_steps()[-1]
+    shutil.copytree(part.checkpoint(part.checkpoint_steps()[-2]), part.checkpoints / "step-old")
+    done = train(home, "copied", "--resume")
+    assert done.returncode == 0, done.stderr
+    assert f"resuming after step {newest}" in done.stdout
+    assert end_state(part.path) == end_state(home / "whole")
+    assert (part.checkpoints / "step-old" / checkpoint.STATE).is_file()
+
+
+@pytest.mark.parametrize(("steps", "best", "written", "goes"), [
+    ([3, 6], 3, 9, 3), ([3, 6, 9], 3, 12, 6), ([3, 6, 9], 9, 12, 3), ([3, 6, 9], None, 12, 3), ([3], 3, 6, None),
+    ([], None, 3, None), ([3, 30], 3, 6, 30), ([3, 30], 3, 30, 3)])
+def test_without_room_the_oldest_goes_then_the_best_and_never_the_newest(steps, best, written, goes):
+    assert checkpoint.next_to_go(steps, best, written) == goes
+
+
+@pytest.mark.parametrize(("error", "is_full"), [
+    (OSError(28, "No space left on device"), True), (OSError(13, "Permission denied"), False), (ValueError("no"), False),
+    (RuntimeError("Error while serializing: I/O error: There is not enough space on the disk. (os error 112)"), True),
+    (RuntimeError("Error while serializing: I/O error: File too large (os error 27)"), False)])
+def test_only_for_want_of_room_does_an_old_one_go(run, monkeypatch, error, is_full):
+    for step in (1, 2):
+        checkpoint.save(run, step, state(), {})
+
+    def fails(*arguments):
+        raise error
+
+    monkeypatch.setattr(checkpoint, "_write", fails)
+    with pytest.raises(UserError, match="can't write checkpoint"):
+        checkpoint.save(run, 3, state(), {})
+    assert run.checkpoint_steps() == ([2] if is_full else [1, 2])
+
+
+def test_a_disk_that_is_full_when_the_facts_are_written_is_full(run, monkeypatch):
+    for step in (1, 2):
+        checkpoint.save(run, step, state(), {})
+    calls, real = itertools.count(1), os.fsync
+
+    def full_once(handle):
+        if next(calls) == 2:
+            raise OSError(28, "No space left on device")
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", full_once)
+    checkpoint.save(run, 3, state(), {})
+    assert run.checkpoint_steps() == [2, 3]
 
 
 def test_a_disk_without_room_costs_nothing_that_was_there(run, monkeypatch):
@@ -209,7 +297,7 @@ def test_a_host_without_memory_for_the_copy_is_a_failed_write(run, monkeypatch):
     def refuse(*shape, **options):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to")
 
-    saver = checkpoint.Saver(run, said.append)
+    saver = Saver(run, said.append)
     monkeypatch.setattr(torch, "empty", refuse)
     saver.save(1, on_device, {})
     saver.wait()
@@ -222,7 +310,7 @@ def test_a_host_without_memory_for_the_copy_is_a_failed_write(run, monkeypatch):
 
 def test_a_failed_write_is_forgotten_when_the_next_one_is_through(run, monkeypatch):
     """The run's end asks for it: what is on disk then is whole, and nothing need be gone on with."""
-    saver = checkpoint.Saver(run, lambda line: None)
+    saver = Saver(run, lambda line: None)
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10, used=10, free=0))
         saver.save(1, state(), {})

@@ -2,6 +2,8 @@
 learning rate is a function of the step alone."""
 
 import itertools
+import math
+import re
 from typing import Any
 
 import pytest
@@ -96,10 +98,37 @@ def test_the_rate_rises_to_its_peak_and_falls_to_a_tenth():
     optimizer = OptimizerConfig(lr=1.0, warmup_steps=10)
     rates = [optimizer.lr_at(step, 100) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
-    assert rates[9] == rates[10] == pytest.approx(1.0)
+    assert rates[9] == pytest.approx(1.0)
     assert rates[-1] == pytest.approx(0.1)
     assert all(a < b for a, b in itertools.pairwise(rates[:10]))
-    assert all(a > b for a, b in itertools.pairwise(rates[10:]))
+    assert all(a > b for a, b in itertools.pairwise(rates[9:]))
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 30), (1, 30), (2, 30), (10, 30), (30, 30), (2, 3), (40, 30)])
+def test_the_peak_comes_once_and_the_plan_states_the_formula(warmup, steps):
+    """What is said is worked out here, as text."""
+    optimizer = OptimizerConfig(lr=0.004, warmup_steps=warmup)
+    rates = [optimizer.lr_at(step, steps) for step in range(steps)]
+    assert rates.count(max(rates)) == 1
+    assert max(rates) == pytest.approx(0.004 * min(1, steps / max(1, warmup)))
+    said = optimizer.describe(steps)
+    rise = re.fullmatch(r"lr 0\.004(?: x step / (\d+) up to| at) step (\d+),.*", said)
+    assert rise, said
+    peak = int(rise[2])
+    assert rates.index(max(rates)) == peak - 1
+    assert rates[:peak] == pytest.approx([0.004 * step / int(rise[1] or 1) for step in range(1, peak + 1)])
+    formula = said.partition(": lr x ")[2].replace(" x ", " * ")
+    told = [0.004 * eval(formula, {"cos": math.cos, "pi": math.pi, "step": step}) for step in range(peak + 1, steps + 1)] \
+        if formula else []
+    assert rates[peak:] == pytest.approx(told)
+
+
+def test_a_run_that_was_started_with_the_peak_twice_goes_on_so():
+    optimizer = OptimizerConfig(lr=1.0, warmup_steps=10)
+    rates = [optimizer.lr_at(step, 100, repeats_peak=True) for step in range(100)]
+    assert rates[9] == rates[10] == pytest.approx(1.0)
+    assert rates[-1] == pytest.approx(0.1)
+    assert rates[11] == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi / 89)))
 
 
 @pytest.mark.parametrize("steps", [1, 2, 10, 11])

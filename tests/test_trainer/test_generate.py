@@ -3,16 +3,22 @@
 import dataclasses
 import json
 import random
+import re
+from types import SimpleNamespace
 
+import click
+import psutil
 import pytest
 import torch
 from helpers.made import tiny
 from helpers.runs import end_state, log, receipt, run_options
 
+from spillcliff.errors import UserError
 from spillcliff.files import ignore
 from trainer.data.tokens import write_sidecar
 from trainer.model.decoder import Decoder
 from trainer.model.generate import Sampling, generate, sample_tokens
+from trainer.run import sample
 from trainer.run.log import RunLog
 from trainer.run.sample import Sampler, StreamDecoder, TextModel, printable, write_texts
 from trainer.run_folder import RunFolder
@@ -116,6 +122,84 @@ def test_a_text_past_the_trained_length_is_written_and_told(coder):
     assert "trained on 16" in said[0]
 
 
+def test_a_text_after_an_evaluation_is_shown_as_it_is(coder, tmp_path, monkeypatch):
+    """Lines as lines, behind each other, and nothing that would steer a terminal."""
+    monkeypatch.setattr(sample, "write_texts", lambda *arguments: ["the \"end\"\n  größer\x1b[31m", "漢"])
+    coder.save(str(tmp_path / "t.json"))
+    said: list[str] = []
+    run_log = RunLog(RunFolder(tmp_path), ignore)
+    Sampler(["the", "漢"], str(tmp_path / "t.json"), tiny()).show(sharp(), 7, run_log, said.append)
+    run_log.close()
+    assert said == ["sample: the \"end\"\n    größer\ufffd[31m", "sample: 漢"]
+
+
+def test_a_prompt_that_is_no_text_is_refused_by_name(home, coder, called):
+    """Bytes that are no UTF-8, as Python takes them from a command line."""
+    bad = b"caf\xe9 \xff".decode("utf-8", "surrogateescape")
+    coder.save(str(home / "whole/tokenizer.json"))
+    words = "the prompt 'caf? ?' is not UTF-8 text: its character 4 is a byte"
+    code, out, err = called(home, "train", "sample", "--run", "whole", "--prompt", bad, "--device", "cpu")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {words}")
+    assert err.count("\n") == 1
+    with pytest.raises(UserError, match=re.escape(words)):  # as `train --sample` refuses it
+        Sampler([bad], str(home / "whole/tokenizer.json"), tiny())
+
+
+@pytest.mark.parametrize(("tokens", "words"), [
+    ("1000000000000", "--tokens"), ("0", "--tokens"), ("999999", "ask for fewer")])
+def test_more_tokens_than_memory_has_room_for_are_refused_before_the_text_begins(home, coder, called, monkeypatch, tokens,
+                                                                                  words):
+    coder.save(str(home / "whole/tokenizer.json"))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10**8))
+    code, out, err = called(home, "train", "sample", "--run", "whole", "--prompt", "the", "--tokens", tokens, "--device",
+                            "cpu")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith("error: ")
+    assert words in err
+
+
+def test_notes_and_failures_are_not_on_the_prompt_s_line(home, coder, called, monkeypatch):
+    coder.save(str(home / "whole/tokenizer.json"))
+    ask = ("train", "sample", "--run", "whole", "--prompt", "the quick", "--device", "cpu", "--tokens")
+    told: list[str] = []
+
+    def echo(line, err) -> None:
+        told.append(line)
+        print(f"<{line}>")
+
+    monkeypatch.setattr(click, "echo", echo)
+    code, out, _ = called(home, *ask, "40")
+    assert code == 0
+    assert any("trained on 16" in line for line in told)
+    assert next(line for line in out.splitlines() if "the quick" in line).startswith("the quick")
+    monkeypatch.setattr(sample, "generate", lambda *a: (_ for _ in ()).throw(MemoryError()))
+    code, out, err = called(home, *ask, "3")
+    assert code == 2
+    assert out.endswith("the quick\n")
+    assert err.startswith("error: out of memory at 1 texts")
+
+
+def test_the_best_checkpoint_writes_unless_another_is_asked_for(home, coder, called):
+    """The shared run's validation rises: its best is of the first evaluations."""
+    coder.save(str(home / "whole/tokenizer.json"))
+    steps, told = RunFolder(home / "whole").checkpoint_steps(), {}
+    assert receipt(home / "whole")["best_val_step"] == 0
+    for which in (None, "best", "newest", str(steps[0]), f"step-{steps[1]}"):
+        more = () if which is None else ("--checkpoint", which)
+        code, out, err = called(home, "train", "sample", "--run", "whole", "--prompt", "the", "--device", "cpu", *more)
+        assert code == 0, err
+        told[which] = (out, err)
+    assert told[None] == told["best"] != told["newest"]
+    assert told[str(steps[0])][0] == told["best"][0]
+    assert f"the checkpoint of step {steps[0]} is taken (best); the newest is of step {steps[-1]}" in told["best"][1]
+    assert "checkpoint" not in told["newest"][1]
+    for which, words in (("last", "best, newest or step-N"), ("7", "no checkpoint of step 7")):
+        code, _, err = called(home, "train", "sample", "--run", "whole", "--prompt", "the", "--checkpoint", which)
+        assert code == 2
+        assert words in err
+
+
 def test_sampling_touches_no_generator_and_no_weight(coder, tmp_path):
     coder.save(str(tmp_path / "t.json"))
     model, folder = sharp(), RunFolder(tmp_path)
@@ -144,7 +228,8 @@ def test_a_run_with_samples_and_event_files_is_the_same_run(home, coder, called)
     samples, evals = (log(home / "shown", kind) for kind in ("sample", "eval"))
     assert [s["step"] for s in samples] == [e["step"] for e in evals for _ in range(2)]
     assert samples[0]["prompt"] == "the quick"
-    assert 'sample: "the quick' in out
+    assert "sample: the quick" in out
+    assert "sample: 漢" in out
     assert samples[0]["text"]
     spent = receipt(home / "shown")["ledger"]
     told = sum({s["step"]: s["seconds"] for s in samples}.values())

@@ -72,12 +72,21 @@ def test_a_machine_in_order_has_nothing_against_it(facts):
     ("data", "ok", "--data", {"tokens": None}),
     ("data", "ok", "each seen 1.5 times", {"tokens": 1366}),  # 32 steps of 64 tokens
     ("data", "warn", "each seen 1.5 times by 32 steps of 64, where the plan has 1 x 1k tokens", {"tokens": 1365}),
+    ("data", "refuse", "a step of 2 x 1 sequences is larger than the data, which has 1 to train on", {"sequences": 1}),
+    ("data", "ok", "each seen", {"sequences": 2}), ("data", "ok", "each seen", {"sequences": 1, "checkpoints": 1}),
+    ("data", "ok", "each seen 1.8 times", {"tokens": 36, "plan": plan(corpus_tokens=69, steps=1)}),  # as it was planned
+    ("data", "warn", "each seen 1.8 times", {"tokens": 35, "plan": plan(corpus_tokens=69, steps=1)}),
+    ("data", "warn", "each seen 5.3 times", {"tokens": 36, "plan": plan(corpus_tokens=69, steps=3)}),
     ("data", "ok", "each seen 2.0 times", {"tokens": 1000, "plan": plan(epochs=2)}),
-    ("disk", "refuse", "make room for 3", {"disk_free_bytes": 2 * CHECKPOINT - 1}),
-    ("disk", "warn", "2 are kept", {"disk_free_bytes": 2 * CHECKPOINT}),
-    ("disk", "ok", "a checkpoint takes 1.36 MB", {"disk_free_bytes": 3 * CHECKPOINT}),
-    ("disk", "refuse", "make room for 1", {"disk_free_bytes": CHECKPOINT - 1, "checkpoints": 2}),
-    ("disk", "ok", "free", {"disk_free_bytes": CHECKPOINT, "checkpoints": 2}),
+    ("disk", "refuse", "make room for 4", {"disk_free_bytes": 2 * CHECKPOINT - 1}),
+    ("disk", "warn", "make room for 4: the newest 2 and the best are kept", {"disk_free_bytes": 2 * CHECKPOINT}),
+    ("disk", "warn", "make room for 4", {"disk_free_bytes": 4 * CHECKPOINT - 1}),
+    ("disk", "ok", "a checkpoint takes 1.36 MB", {"disk_free_bytes": 4 * CHECKPOINT}),
+    ("disk", "refuse", "make room for 3", {"disk_free_bytes": CHECKPOINT - 1, "checkpoints": 1}),
+    ("disk", "warn", "make room for 2", {"disk_free_bytes": 0, "checkpoints": 2}),
+    ("disk", "ok", "free", {"disk_free_bytes": CHECKPOINT, "checkpoints": 3}),
+    ("disk", "ok", "free", {"disk_free_bytes": CHECKPOINT, "plan": plan(steps=10)}),  # which writes one
+    ("disk", "refuse", "make room for 1", {"disk_free_bytes": CHECKPOINT - 1, "plan": plan(steps=10)}),
     ("disk", "ok", "not known", {"disk_free_bytes": None}),
     ("others", "warn", "process 8 with 2.0 GB, process 7 with 1.0 GB; end them",
      {"others_bytes": {7: 10**9, 8: 2 * 10**9, 9: None}}),
@@ -207,7 +216,7 @@ def test_a_start_on_battery_is_refused_unless_it_is_allowed(home, monkeypatch, c
 def test_a_start_with_too_little_disk_is_refused(home, monkeypatch):
     monkeypatch.chdir(home)
     monkeypatch.setattr(preflight_facts, "_disk_free", lambda path: 10**6)
-    with pytest.raises(Refused, match=r"^disk: 1\.0 MB free, a checkpoint takes 1.36 MB; make room for 3"):
+    with pytest.raises(Refused, match=r"^disk: 1\.0 MB free, a checkpoint takes 1.36 MB; make room for 4"):
         cli.main(["--plan", "plan.json", "--data", "tokens.bin", "--device", "cpu", "--run", "run"], standalone_mode=False)
 
 

@@ -102,11 +102,24 @@ def test_length_plus_one_tokens_are_exactly_one_window(token_file):
 
 def test_fixed_windows_are_the_same_ones_and_never_run_past_the_end(token_file):
     tokens = Tokens.open(token_file(range(401)))
-    batches = tokens.fixed_batches(4, 10, 3)
+    batches = tokens.fixed_batches(4, 10, 12)
     assert [b.shape for b in batches] == [(4, 11)] * 3
     assert batches[0][0, 0] == 0
     assert batches[-1][-1, -1] == 400
-    assert [b.shape for b in Tokens.open(token_file(range(25))).fixed_batches(4, 10, 3)] == [(2, 11)]
+    assert tokens.fixed_batches(4, 10, 1)[0][0].tolist() == list(range(11))
+
+
+def test_the_last_batch_is_filled_up_with_what_has_no_weight(token_file):
+    tokens = Tokens.open(token_file(range(401)))
+    for batch, count in ((4, 10), (32, 26), (7, 7), (16, 1)):
+        batches = tokens.fixed_batches(batch, 10, count)
+        assert {b.shape for b in batches} == {(batch, 11)}
+        rows = np.concatenate(batches)
+        assert (rows[:count] >= 0).all()
+        assert (rows[count:] < 0).all()
+        assert sum(tokens.loss_weight(b) for b in batches) == count
+        one_by_one = np.concatenate(tokens.fixed_batches(1, 10, count))
+        assert np.array_equal(rows[:count], one_by_one)
 
 
 def test_the_feed_gives_the_batches_in_order_from_any_start(token_file):

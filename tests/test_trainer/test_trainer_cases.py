@@ -1,19 +1,25 @@
 """Faults that other trainers had, as their issues tell them, where no other test keeps them out."""
 
 import dataclasses
+import shutil
 
 import pytest
 from helpers.made import make_plan, make_record
-from helpers.runs import Clock, log, open_run
+from helpers.runs import STEPS, Clock, log, open_run, receipt, run_options
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from spillcliff.errors import UserError
+from trainer import checkpoint
 from trainer.config import OptimizerConfig, StepConfig
 from trainer.data.dataset import open_data
 from trainer.data.tokens import Tokens
+from trainer.run import loop
 from trainer.run.log import Throughput, live_line
+from trainer.run.loop import Run
+from trainer.run.receipt import pauses_left_s
 from trainer.run.step import TrainStep
 from trainer.run.timing import StepTimes
+from trainer.run.validation import ValidationLosses
 from trainer.run_folder import RunFolder
 from trainer.tokenize.corpus import CorpusOptions, tokenize
 from trainer.tokenize.tokenizer import END_OF_TEXT
@@ -93,3 +99,86 @@ def test_tokens_are_divided_by_seconds_that_passed():
     assert throughput.tok_s == pytest.approx(20_692, abs=0.5)
     assert "20,692 tok/s" in live_line(plan, 30, 2.0, throughput, None)
     assert round(make_record(8, 2048, step_s=(step_s,) * 61).tok_s) == 20_692
+
+
+@pytest.mark.parametrize(("done", "evaluations", "saves", "left_s"), [
+    (1, 1, 0, 9 * 2.0), (10, 1, 0, 9 * 2.0), (11, 2, 0, 8 * 2.0), (12, 2, 0, 8 * 2.0), (13, 2, 1, 8 * 2.0 + 7 * 3.0),
+    (61, 7, 5, 3 * 2.0 + 3 * 3.0), (84, 9, 6, 1 * 2.0 + 2 * 3.0), (85, 9, 7, 1 * 2.0 + 1 * 3.0)])
+def test_the_time_left_counts_what_is_still_to_come_beside_the_steps(done, evaluations, saves, left_s):
+    """An evaluation with its texts takes 2 s, a checkpoint 3 s; of 85 steps there are ten at 0, 10, ... 80 and 85, and eight
+    at 12, 24, ... 84 and 85."""
+    plan = dataclasses.replace(PLAN, steps=85, eval=10, checkpoint=12)
+    spent = {"eval_s": 1.5 * evaluations, "sample_s": 0.5 * evaluations, "checkpoint_s": 3.0 * saves}
+    assert pauses_left_s(plan, done, spent) == pytest.approx(left_s)
+
+
+def test_the_time_left_is_what_the_run_takes(tmp_path, monkeypatch):
+    """By a clock that is put forward: each of nine evaluations takes 100 s and each checkpoint 50, and steps next to
+    nothing."""
+    clock = Clock(monkeypatch)
+    clock.slows(monkeypatch, Run, "_eval_losses", 100.0)
+    clock.slows(monkeypatch, checkpoint, "_write", 50.0)
+    seen: list[float] = []
+
+    def noted(*arguments) -> str:
+        seen.append(arguments[5])
+        return ""
+
+    monkeypatch.setattr(loop, "live_line", noted)
+    run = open_run(tmp_path, 30, 4)
+    run.train()
+    assert len(seen) == 30
+    assert seen[0] == pytest.approx(8 * 100, rel=0.05)  # no checkpoint yet
+    assert seen[8] == pytest.approx(6 * 100 + 6 * 50, rel=0.05)
+    assert seen[29] == pytest.approx(100 + 50, rel=0.05)
+    line = live_line(PLAN, 31, 2.0, one_second(), None, seen[8])
+    assert "15.0 min left" in line, line
+
+
+def one_second() -> Throughput:
+    throughput = Throughput(PLAN.step.tokens)
+    for times in steps(1.0, 10):
+        throughput.add(times)
+    return throughput
+
+
+def test_a_receipt_s_start_up_is_the_ledger_s(tmp_path):
+    receipt = open_run(tmp_path).train()
+    assert receipt["start_up_s"] == receipt["ledger"]["start_up_s"] > receipt["libraries_s"] > 0
+
+
+def test_a_rising_validation_loss_is_told_live_and_in_the_receipt(home, called):
+    """Of random tokens, which can be learned by heart alone: from the first evaluation on; over a resume too."""
+    code, out, err = called(home, "train", *run_options("rising"))
+    assert code == 0, err
+    losses = {line["step"]: line["val_loss"] for line in log(home / "rising", "eval")}
+    best = min(losses, key=losses.__getitem__)
+    assert best < STEPS
+    told = receipt(home / "rising")
+    assert (told["best_val_step"], told["best_val_loss"]) == (best, losses[best])
+    assert out.count(f"risen from its best {losses[best]:.4f} at step {best}") == sum(s > best for s in losses) + 1
+    folder = RunFolder(home / "rising")
+    folder.receipt.unlink()
+    shutil.rmtree(folder.checkpoint(STEPS))
+    code, out, err = called(home, "train", *run_options("rising", "--resume"))
+    assert code == 0, err
+    assert receipt(folder.path)["best_val_step"] == best
+    assert f"best {losses[best]:.4f} at step {best}" in out
+
+
+def test_a_validation_loss_that_falls_is_told_without_more():
+    losses = ValidationLosses()
+    assert [losses.note(step, loss) for step, loss in ((0, 3.0), (10, 2.0), (20, 2.0), (30, 1.0))] == [""] * 4
+    assert losses.note(40, 1.5) == ", risen from its best 1.0000 at step 30"
+    assert ValidationLosses.of(losses.to_json()) == losses == ValidationLosses(3.0, 1.0, 30)
+    assert ValidationLosses.of({"first_val_loss": 3.0}) == ValidationLosses(3.0)
+
+
+@pytest.mark.parametrize("engine_batch", [1, 3, 8, 32])
+def test_a_validation_loss_is_of_the_same_windows_whatever_the_batch(tmp_path, engine_batch):
+    run = open_run(tmp_path, shape=StepConfig(engine_batch, 16), name=f"of-{engine_batch}")
+    one = open_run(tmp_path, shape=StepConfig(1, 16), name="of-1-too")
+    assert {piece.shape[0] for piece, _ in run.eval_pieces} == {engine_batch}
+    assert run.eval_weight == one.eval_weight == 12
+    losses = [sum(each._eval_losses(0)) / each.eval_weight for each in (run, one)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

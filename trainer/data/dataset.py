@@ -12,7 +12,7 @@ from spillcliff.files import Say, ignore
 from trainer.config import StepConfig
 from trainer.data.formats import open_tokens
 from trainer.data.pairs import Pairs, counts_of
-from trainer.plan import Plan
+from trainer.plan import RULES, Plan
 from trainer.ranks import World
 
 
@@ -50,8 +50,9 @@ class Dataset(Protocol):
     def windows(self, length: int) -> int:
         """How many sequences of `length` there are; UserError if there is none."""
 
-    def split(self, step: StepConfig) -> tuple[Self, Self]:
-        """(what to train on, what is held back to validate); UserError if there is too little for both."""
+    def split(self, step: StepConfig, rules: int = RULES) -> tuple[Self, Self]:
+        """(what to train on, what is held back to validate, by a plan's `rules`); UserError if there is too little for
+        both."""
 
     def where(self, step: int, config: StepConfig) -> str:
         """Which sequences optimizer step `step` reads, for a person."""
@@ -60,7 +61,8 @@ class Dataset(Protocol):
         """The ids of optimizer step `step`, int32 (accum, batch, length + 1): a pure function of its arguments."""
 
     def fixed_batches(self, batch: int, length: int, most: int) -> list[np.ndarray]:
-        """Up to `most` batches, int32 (batch, length + 1), the same ones at every evaluation."""
+        """Up to `most` windows in batches, int32 (batch, length + 1), the same ones at every evaluation. The last batch is
+        filled up with copies that are masked as a whole, so that all are of one shape."""
 
     def loss_weight(self, rows: object) -> int:
         """What the mean loss of some rows, (count, length + 1) of numpy or torch, weighs in the mean over all."""
@@ -82,7 +84,7 @@ def open_data(plan: Plan, data: Sequence[Path], val: Sequence[Path] = (), keep: 
         if both := sorted(train_files & val_files):
             raise UserError(f"token file {both[0]} is in both --data and --val; what is validated on must not be trained on")
     else:
-        training, validation = training.split(plan.step)
+        training, validation = training.split(plan.step, plan.rules)
     training.windows(length)
     validation.windows(length)
     return training, validation

@@ -19,8 +19,8 @@ from spillcliff.files import read_json
 from spillcliff.schema import Number
 from trainer.config import StepConfig
 from trainer.data.shards import CHUNK_IDS
-from trainer.data.tokens import read_sidecar, sidecar
-from trainer.plan import PairCounts, validation_tokens
+from trainer.data.tokens import in_batches, read_sidecar, sidecar
+from trainer.plan import RULES, PairCounts, validation_tokens
 from trainer.ranks import ALONE, World
 
 KIND = "pairs"
@@ -118,11 +118,11 @@ class Pairs:
                             f"with --corpus {self.path}, or tokenize again with --length {length}")
         return len(self.rows)
 
-    def split(self, step: StepConfig) -> tuple["Pairs", "Pairs"]:
+    def split(self, step: StepConfig, rules: int = RULES) -> tuple["Pairs", "Pairs"]:
         """(rows to train on, the last ones, to validate); UserError for a single row."""
         if self.windows(step.length) < 2:
             raise UserError(f"file of pairs {self.path} has one row; give two or more, or --val")
-        cut = len(self.rows) - (validation_tokens(len(self), step) - 1) // step.length
+        cut = len(self.rows) - (validation_tokens(len(self), step, rules) - 1) // step.length
         return (Pairs(self.rows[:cut], self.vocab, self.path, self.tokenizer),
                 Pairs(self.rows[cut:], self.vocab, self.path, self.tokenizer))
 
@@ -147,12 +147,10 @@ class Pairs:
         return out.reshape(config.accum, config.batch, -1)
 
     def fixed_batches(self, batch: int, length: int, most: int) -> list[np.ndarray]:
-        """Up to `most` batches, int32 (batch, length + 1), of rows spread evenly: the same ones at every evaluation."""
-        wanted = min(self.windows(length), most * batch)
-        if wanted >= batch:
-            wanted -= wanted % batch
-        rows = self.rows[np.linspace(0, len(self.rows) - 1, wanted).round().astype(int)]
-        return [rows[i:i + batch] for i in range(0, len(rows), batch)]
+        """Up to `most` rows, spread evenly, in batches, int32 (batch, length + 1), the last one filled up: the same ones at
+        every evaluation."""
+        wanted = min(self.windows(length), most)
+        return in_batches(self.rows[np.linspace(0, len(self.rows) - 1, wanted).round().astype(int)], batch)
 
 
 @functools.lru_cache(maxsize=2)

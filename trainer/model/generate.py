@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.config import ModelConfig
 from trainer.model.decoder import Decoder, attention, rope_angles
 
 
@@ -47,6 +48,11 @@ class KVCache:
         self._rows = torch.arange(len(lengths), device=device)
         self._layers = torch.zeros(config.layers, 2, len(lengths), config.kv_heads, self.capacity, config.head_size,
                                    device=device)
+
+    @staticmethod
+    def bytes_of(config: ModelConfig, rows: int, capacity: int) -> int:
+        """What one takes for so many rows of up to `capacity` tokens: keys and values in fp32."""
+        return 4 * 2 * config.layers * rows * config.kv_heads * capacity * config.head_size
 
     def put_prompts(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Keeps k and v (rows, longest, kv_heads, head_size); what shorter rows are filled up with is written over later."""

@@ -92,10 +92,12 @@ class Throughput:
         return self._tokens_per_step / median(self.step_s) if self.step_s else None
 
 
-def live_line(plan: Plan, step: int, loss: float, throughput: Throughput, peak_bytes: int | None) -> str:
-    """One line for a person: step, loss, tok/s, time left, memory; below 80 columns."""
+def live_line(plan: Plan, step: int, loss: float, throughput: Throughput, peak_bytes: int | None,
+              pauses_s: float = 0.0) -> str:
+    """One line for a person: step, loss, tok/s, time left, memory; below 80 columns. `pauses_s` is what of the time left are
+    no steps."""
     recent = throughput.recent_s
     rate = f"{plan.step.tokens / recent:,.0f} tok/s" if recent else "-"
-    left = format_duration((plan.steps - step) * recent) if recent else "?"
+    left = format_duration((plan.steps - step) * recent + pauses_s) if recent else "?"
     memory = format_bytes(peak_bytes) if peak_bytes else "-"
     return f"step {step}/{plan.steps}  loss {loss:.3f}  {rate}  {left} left  peak {memory}"

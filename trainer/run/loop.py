@@ -25,16 +25,20 @@ from trainer import checkpoint
 from trainer.data.dataset import Dataset, changes, identity
 from trainer.data.feed import feed
 from trainer.huggingface import weights
-from trainer.plan import Plan, eval_batches, is_due
+from trainer.plan import Plan, eval_windows, is_due
+from trainer.run.commands import RunCommands
 from trainer.run.distributed import ProcessGroup
+from trainer.run.divergence import way_on
 from trainer.run.log import RunLog, Throughput, live_line
-from trainer.run.receipt import Ledger, make_receipt
+from trainer.run.receipt import Ledger, make_receipt, pauses_left_s
 from trainer.run.sample import Sampler
+from trainer.run.saver import Saver
 from trainer.run.slowdown import is_away
 from trainer.run.speed_watch import SpeedWatch
 from trainer.run.step import TrainStep
 from trainer.run.tensorboard import EventFiles
 from trainer.run.timing import StepTimer, StepTimes
+from trainer.run.validation import ValidationLosses
 from trainer.run_folder import RunFolder
 
 SEED = 0
@@ -43,12 +47,12 @@ SEED = 0
 @dataclass(frozen=True)
 class RunOptions:
     """What a run may be asked for beside its plan: weights to start from, texts at each evaluation, event files; and the
-    command that goes on with it, for a person."""
+    commands that go on with it, for a person."""
 
     source: weights.Source | None = None
     sampler: Sampler | None = None
     tensorboard: bool = False
-    resume_command: str = "train --resume"
+    commands: RunCommands = RunCommands(RunFolder(Path("RUN")))  # noqa: RUF009
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Run:
     """A plan that is being run, by this process or by several, of which the main one writes."""
 
     def __init__(self, setup: RunSetup) -> None:
-        self.started_s = process_seconds()
+        self.libraries_s = process_seconds()
         self.plan, self.data, self.folder, self.device = setup.plan, setup.data, setup.folder, setup.device
         self.say, self.show, self.options, self.group = setup.say, setup.show, setup.options, setup.group
         self.is_main, self.claim = setup.group.world.is_main, setup.claim
@@ -83,17 +87,17 @@ class Run:
                               SEED, self.group, masked=self.data.answer_share is not None)
         self.identities = {"training": identity(self.data), "validation": identity(setup.validation)}
         batches = setup.validation.fixed_batches(self.plan.step.batch, self.plan.step.length,
-                                                 eval_batches(self.plan.corpus_tokens, self.plan.step))
+                                                 eval_windows(self.plan.corpus_tokens, self.plan.step, self.plan.rules))
         self.eval_weight = sum(self.data.loss_weight(b) for b in batches)
         pieces = [piece for b in batches for piece in torch.from_numpy(b).split(self.step.step.batch)]
         self.eval_pieces = self.group.world.split(pieces)
         self.start, self.done, self.before_s = 0, 0, 0.0
-        self.first_val_loss: float | None = None
+        self.validation = ValidationLosses()
         self.came_from: dict[str, Any] | None = None
         self.loss = self.val_loss = math.nan
         self.ledger, self.write_s_before = Ledger(), 0.0
         self.throughput, self.timer = Throughput(self.plan.step.tokens), StepTimer(self.step)
-        self.saver = checkpoint.Saver(self.folder, self.say)
+        self.saver = Saver(self.folder, self.say)
         self.peaks = MemoryPeaks()
         self.out_of_memory: list[dict] = []
         self.speed_watch = SpeedWatch(self.plan, self.device, self.facts, self.claim)
@@ -106,8 +110,7 @@ class Run:
         try:
             if changed := changes(state.get("data"), self.identities):
                 raise UserError(f"run {path} was started on other data ({changed}); resume with what it was started on")
-            self.start, self.before_s, self.first_val_loss = (
-                state["step"], state["seconds"], float(state["first_val_loss"]))
+            self.start, self.before_s, self.validation = state["step"], state["seconds"], ValidationLosses.of(state)
             self.ledger = Ledger(state.get("ledger", {}))
             self.write_s_before = state.get("checkpoint_write_s", 0.0)
             if self.start > self.plan.steps or not all(
@@ -136,8 +139,7 @@ class Run:
             except RuntimeError as e:
                 if not is_card_lost(*failure(e)):
                     raise
-                self._stop_here(f"the card failed in step {self.done + 1} ({str(e).splitlines()[0]:.120})",
-                                "when it answers again (a driver that was reset, a lost card: restart)")
+                self._stop_here(f"the card failed in step {self.done + 1} ({str(e).splitlines()[0]:.120})")
             self._wait_for_last_checkpoint()
         self._measure_peaks()
         receipt = self._receipt()
@@ -146,11 +148,11 @@ class Run:
         return receipt
 
     def _open_log(self) -> None:
-        ready_s, self.done = process_seconds(), self.start
-        self.ledger.add("start_up_s", ready_s)
+        self.start_up_s, self.done = process_seconds(), self.start
+        self.ledger.add("start_up_s", self.start_up_s)
         if self.is_main:
             write_json(self.folder.process, {
-                "pid": os.getpid(), "started_at": round(time.time() - ready_s, 3), "ran_on": self.ran_on})
+                "pid": os.getpid(), "started_at": round(time.time() - self.start_up_s, 3), "ran_on": self.ran_on})
         events = None
         if self.is_main and self.options.tensorboard:
             events = EventFiles(self.folder.tensorboard, self.done, self.plan.step.tokens)
@@ -174,7 +176,7 @@ class Run:
             self._pause_if_due(is_asked_to_stop)
             if is_asked_to_stop and self.done < self.plan.steps:
                 self.saver.wait()
-                self.say(f"stopped after step {self.done}; go on with: {self.options.resume_command}")
+                self.say(f"stopped after step {self.done}; go on with: {self.options.commands.resume()}")
                 raise KeyboardInterrupt
 
     def _pause_if_due(self, is_asked_to_stop: bool) -> None:
@@ -199,7 +201,7 @@ class Run:
         tokens = next(batches)
         feed_s, log_s = time.perf_counter() - begin, self.log_s
         self.log_s = 0.0
-        lr = self.plan.optimizer.lr_at(self.done, self.plan.steps)
+        lr = self.plan.lr_at(self.done)
         while True:
             step = self.step.step
             try:
@@ -237,36 +239,39 @@ class Run:
             self.throughput.add(times)
         self.log.write("step", number, loss=times.loss, norm=times.norm, step_s=times.step_s, micro_s=times.micro_s,
                        optimizer_s=times.optimizer_s, data_s=times.data_s, log_s=times.log_s,
-                       lr=plan.optimizer.lr_at(number - 1, plan.steps))
+                       lr=plan.lr_at(number - 1))
         if not (math.isfinite(times.loss) and math.isfinite(times.norm or 0)):
             self._stop_here(f"loss {times.loss} with gradient norm {times.norm} at step {number} "
-                            f"({self.data.where(number - 1, plan.step)})", "with a lower lr in the plan")
+                            f"({self.data.where(number - 1, plan.step)})", bad_after=number - 1)
         if change := self.speed_watch.change(number, self.throughput):
             self.say(f"step {number}: {change.line}")
             self.log.write("trouble", number, what=change.cause, line=change.line)
-        self.show(live_line(plan, number, times.loss, self.throughput, self.peaks.device_peak_bytes))
+        self.show(live_line(plan, number, times.loss, self.throughput, self.peaks.device_peak_bytes,
+                            pauses_left_s(plan, number, self.ledger.spent)))
         seconds = time.perf_counter() - begin
         if is_pause:
             self.ledger.add("log_s", seconds)
         else:
             self.log_s += seconds
 
-    def _stop_here(self, what: str, how: str) -> NoReturn:
+    def _stop_here(self, what: str, bad_after: int | None = None) -> NoReturn:
+        """`bad_after` is after how many steps the weights give no number; None where it was the card that failed."""
         with contextlib.suppress(RuntimeError):
             self.saver.wait()
-        raise UserError(f"{what}: the run stops here; go on from {checkpoint.last_good(self.folder)} {how}")
+        how = way_on(self.folder, self.plan, self.options.commands, bad_after, self.is_main)
+        raise UserError(f"{what}: the run stops here; {how}")
 
     def _evaluate(self, number: int) -> None:
         begin = time.perf_counter()
         self.val_loss = self.group.sum(sum(self._eval_losses(number))) / self.eval_weight
         if not math.isfinite(self.val_loss):
-            self._stop_here(f"validation loss {self.val_loss} after step {number}", "with a lower lr in the plan")
-        self.first_val_loss = self.val_loss if self.first_val_loss is None else self.first_val_loss
+            self._stop_here(f"validation loss {self.val_loss} after step {number}", bad_after=number)
         self._measure_peaks()
         seconds = time.perf_counter() - begin
         self.ledger.add("eval_s", seconds)
         self.log.write("eval", number, val_loss=self.val_loss, seconds=seconds)
-        self.say(f"step {number}/{self.plan.steps}  validation loss {self.val_loss:.4f}")
+        risen = self.validation.note(number, self.val_loss)
+        self.say(f"step {number}/{self.plan.steps}  validation loss {self.val_loss:.4f}{risen}")
         if self.options.sampler and self.is_main:
             self.ledger.add("sample_s", self.options.sampler.show(self.step.model, number, self.log, self.say))
 
@@ -292,9 +297,8 @@ class Run:
         if not self.is_main:
             return
         self.saver.save(number, tensors, {
-            "seconds": self.before_s + process_seconds(), "first_val_loss": self.first_val_loss, "val_loss": self.val_loss,
-            "data": self.identities, "from": self.came_from, "ledger": self.ledger.spent,
-            "checkpoint_write_s": self.write_s_before + self.saver.write_s})
+            "seconds": self.before_s + process_seconds(), "data": self.identities, "ledger": self.ledger.spent,
+            **self._so_far()})
         seconds = self.saver.blocked_s - before_s
         self.ledger.add("checkpoint_s", seconds)
         self.log.write("checkpoint", number, seconds=seconds)
@@ -306,18 +310,22 @@ class Run:
         self.ledger.add("checkpoint_s", self.saver.blocked_s - before_s)
         if self.saver.last_failure:
             raise UserError(f"the run is through, but for its last checkpoint: {self.saver.last_failure}; make room, and go "
-                            f"on with --run {self.folder.path} --resume")
+                            f"on with: {self.options.commands.go_on()}")
 
     def _receipt(self) -> dict:
         spent, seconds = self.ledger.spent, self.before_s + process_seconds()
         peak_bytes = self.peaks.device_peak_bytes or self.peaks.reserved_peak_bytes
         return make_receipt(self.plan, self.throughput.tok_s, peak_bytes, seconds - spent["away_s"], {
-            **vars(self.peaks), "start_up_s": self.started_s, "resumed_from": self.start, "eval_s": spent["eval_s"],
-            "checkpoint_s": spent["checkpoint_s"], "checkpoint_write_s": self.write_s_before + self.saver.write_s,
-            "ledger": self.ledger.of_total(seconds), "first_val_loss": self.first_val_loss, "val_loss": self.val_loss,
-            "loss": self.loss, "checkpoint_failures": self.saver.failures, "out_of_memory": self.out_of_memory,
-            "troubles": self.speed_watch.slowdowns, "from": self.came_from, "answer_share": self.data.answer_share,
-            "software": self.facts.software, "ran_on": self.ran_on})
+            **vars(self.peaks), **self._so_far(), "start_up_s": self.start_up_s, "libraries_s": self.libraries_s,
+            "resumed_from": self.start, "eval_s": spent["eval_s"], "checkpoint_s": spent["checkpoint_s"],
+            "ledger": self.ledger.of_total(seconds), "checkpoint_failures": self.saver.failures,
+            "out_of_memory": self.out_of_memory, "troubles": self.speed_watch.slowdowns,
+            "answer_share": self.data.answer_share, "software": self.facts.software, "ran_on": self.ran_on})
+
+    def _so_far(self) -> dict[str, Any]:
+        """What the receipt and a checkpoint's facts both have."""
+        return {**self.validation.to_json(), "val_loss": self.val_loss, "loss": self.loss, "from": self.came_from,
+                "checkpoint_write_s": self.write_s_before + self.saver.write_s}
 
 
 def run(setup: RunSetup, resume: bool) -> dict:

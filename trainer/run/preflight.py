@@ -9,7 +9,7 @@ from spillcliff.errors import Refused, UserError
 from spillcliff.hardware.device import THROTTLED
 from spillcliff.units import format_bytes, format_count
 from trainer.checkpoint import KEEP, STATE_BYTES
-from trainer.plan import Plan
+from trainer.plan import Plan, times_due, validation_tokens
 from trainer.run.slowdown import BUSY_PERCENT
 
 NEAR = 1.03
@@ -37,9 +37,10 @@ class PreflightFacts:
     """All that an audit sees; sizes in bytes, None where it is not known or does not apply.
 
     `power_source` is NVML's (0 mains, 1 battery, 2 undersized supply), the `_problem`s are why something can't be, `tokens`
-    those left to train on, `checkpoints` how many there are of this very run, `others_bytes` what each other process holds
-    on the card by pid, `busy_percent` how busy they keep it, `busy_share` the share of the processor's cores that others
-    keep busy, `is_locked` whether another process runs in the run's folder.
+    those left to train on and `sequences` how many of the plan's length they make, `disk_free_bytes` what is free or will
+    be, `checkpoints` how many there are of this very run, `others_bytes` what each other process holds on the card by pid,
+    `busy_percent` how busy they keep it, `busy_share` the share of the processor's cores that others keep busy, `is_locked`
+    whether another process runs in the run's folder.
     """
 
     plan: Plan
@@ -55,6 +56,7 @@ class PreflightFacts:
     free_bytes: int | None = None
     total_bytes: int | None = None
     tokens: int | None = None
+    sequences: int | None = None
     data_problem: str | None = None
     disk_free_bytes: int | None = None
     checkpoints: int = 0
@@ -155,28 +157,41 @@ def _data(facts: PreflightFacts) -> Finding:
         return Finding("refuse", "data", facts.data_problem)
     if facts.tokens is None:
         return Finding("ok", "data", "not looked at; add --data FILE")
-    needed = facts.plan.steps * facts.plan.step.tokens
+    plan, step = facts.plan, facts.plan.step
+    needed = plan.steps * step.tokens
     each = needed / facts.tokens
     seen = f"{facts.tokens:,} tokens, each seen {each:.1f} times"
-    if each > REPEATS * facts.plan.epochs:
-        plan = facts.plan
-        return Finding("warn", "data", f"{seen} by {plan.steps:,} steps of {plan.step.tokens:,}, where the plan has "
+    if facts.sequences is not None and step.sequences > facts.sequences and not facts.checkpoints:
+        return Finding("refuse", "data", f"a step of {step.batch} x {step.accum} sequences is larger than the data, which "
+                                         f"has {facts.sequences:,} to train on: some would be in it twice; give more data, "
+                                         f"or plan for this file with --corpus")
+    if each > REPEATS * plan.epochs and not _is_planned_for(plan, facts.tokens):
+        return Finding("warn", "data", f"{seen} by {plan.steps:,} steps of {step.tokens:,}, where the plan has "
                                        f"{plan.epochs:g} x {format_count(plan.corpus_tokens)} tokens; give that much data, "
                                        f"or plan for this file with --corpus")
     return Finding("ok", "data", seen)
+
+
+def _is_planned_for(plan: Plan, tokens: int) -> bool:
+    """Whether there are as many tokens to train on as the plan's corpus leaves, and its steps are no more than that takes:
+    of a corpus of a few steps, what is held back and the last step's rest are much."""
+    held = validation_tokens(plan.corpus_tokens, plan.step, plan.rules)
+    return tokens >= plan.corpus_tokens - held and (plan.steps - 1) * plan.step.tokens < plan.corpus_tokens * plan.epochs
 
 
 def _disk(facts: PreflightFacts) -> Finding | None:
     if facts.disk_free_bytes is None:
         return Finding("ok", "disk", "what is free is not known here")
     one = STATE_BYTES * facts.plan.model.parameters
-    wanted = KEEP + 1 - facts.checkpoints
+    most = min(KEEP + 2, times_due(facts.plan.steps, facts.plan.checkpoint) - 1)
+    least, room = min(2, most), facts.checkpoints + facts.disk_free_bytes / one
     seen = f"{format_bytes(facts.disk_free_bytes)} free, a checkpoint takes {format_bytes(one)}"
-    right = f"{seen}; make room for {max(1, wanted)} or put --run on another disk"
-    if facts.disk_free_bytes < max(1, wanted - 1) * one:
-        return Finding("refuse", "disk", right)
-    if facts.disk_free_bytes < max(1, wanted) * one:
-        return Finding("warn", "disk", f"{right}: {KEEP} are kept while the next is written")
+    wanted = f"{seen}; make room for {most - facts.checkpoints}"
+    if room < least:
+        return Finding("refuse", "disk", f"{wanted} or put --run on another disk")
+    if room < most:
+        return Finding("warn", "disk", f"{wanted}: the newest {KEEP} and the best are kept while the next is written, and "
+                                       f"without room older ones go before it")
     return Finding("ok", "disk", seen)
 
 

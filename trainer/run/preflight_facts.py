@@ -30,7 +30,7 @@ def gather(plan: Plan, device: torch.device | None, run: RunFolder, resume: bool
     values = (_of_device(plan, device) if device is not None else {}) | known
     return PreflightFacts(
         plan=plan, on_battery=on_battery(), allow_battery=allow_battery, tf32_problem=_tf32_problem(),
-        disk_free_bytes=_disk_free(run.path), checkpoints=min(KEEP, len(run.checkpoint_steps())) if resume else 0,
+        disk_free_bytes=_disk_free(run), checkpoints=min(KEEP + 1, len(run.checkpoint_steps())) if resume else 0,
         folder_problem=None if resume else run.why_not_free(), is_locked=run.is_locked(), **values)
 
 
@@ -46,7 +46,8 @@ def gather_for_audit(plan: Plan, data: Sequence[Path], val: Sequence[Path], run:
         known["build_problem"] = str(e)
     if data:
         try:
-            known["tokens"] = len(open_data(plan, data, val, **how)[0])
+            training = open_data(plan, data, val, **how)[0]
+            known |= {"tokens": len(training), "sequences": training.windows(plan.step.length)}
         except UserError as e:
             known["data_problem"] = str(e)
     return gather(plan, device, run, allow_battery=allow_battery, **known)
@@ -86,10 +87,13 @@ def _tf32_problem() -> str | None:
     return None
 
 
-def _disk_free(path: Path) -> int | None:
-    """Bytes free where `path` is or would be made."""
+def _disk_free(run: RunFolder) -> int | None:
+    """Bytes free where the run's folder is or would be made, with those of a checkpoint that was never finished, which goes
+    before the next is written."""
+    path = run.path.absolute()
     try:
-        existing = next((p for p in (path.absolute(), *path.absolute().parents) if p.exists()), None)
-        return shutil.disk_usage(existing).free if existing else None
+        existing = next((p for p in (path, *path.parents) if p.exists()), None)
+        left = sum(f.stat().st_size for folder in run.unfinished_checkpoints() for f in folder.iterdir())
+        return shutil.disk_usage(existing).free + left if existing else None
     except OSError:
         return None

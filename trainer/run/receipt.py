@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from spillcliff.units import format_bytes, format_duration
-from trainer.plan import Plan
+from trainer.plan import Plan, times_due
 
 if TYPE_CHECKING:  # it brings torch
     from trainer.run.timing import StepTimes
@@ -42,6 +42,17 @@ class Ledger:
     def of_total(self, total_s: float) -> dict[str, float]:
         """The causes of `total_s` seconds; "other_s" is what has no name: pauses between, the end of the run."""
         return self.spent | {"other_s": total_s - sum(self.spent.values())}
+
+
+def pauses_left_s(plan: Plan, done: int, spent: dict[str, float]) -> float:
+    """Seconds of the evaluations with their texts and of the checkpoints still to come, when step `done` has ended and
+    what is due after it has not been done: each as long as those so far on average (`spent` is a ledger's), which were one
+    evaluation at the start and one of both at every cadence. What there was none of yet is not counted."""
+    evaluations, saves = 1 + (done - 1) // plan.eval, (done - 1) // plan.checkpoint
+    left_s = (times_due(plan.steps, plan.eval) - evaluations) * (spent["eval_s"] + spent["sample_s"]) / evaluations
+    if saves:
+        left_s += (times_due(plan.steps, plan.checkpoint) - 1 - saves) * spent["checkpoint_s"] / saves
+    return left_s
 
 
 def ledger_line(ledger: dict[str, float]) -> str:

@@ -1,6 +1,6 @@
 """Text out of a run or of an exported folder, and out of a run while it trains."""
 
-import json
+import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 
 from spillcliff.errors import UserError
 from spillcliff.failures import failure, is_out_of_memory
 from spillcliff.files import Say, ignore, read_json
 from spillcliff.hardware.device import lock_fp32
+from spillcliff.units import format_bytes
 from trainer.config import ModelConfig
 from trainer.huggingface import weights
 from trainer.huggingface.config_json import CONFIG
 from trainer.model.decoder import Decoder
-from trainer.model.generate import Sampling, generate
+from trainer.model.generate import KVCache, Sampling, generate
 from trainer.run.log import RunLog
 from trainer.run_folder import RunFolder
 from trainer.tokenize import tokenizer as tokenizers
@@ -74,14 +76,17 @@ class TextModel:
     adds_special: bool = False
 
     @classmethod
-    def of_run(cls, run: RunFolder, device: torch.device, say: Say = ignore) -> "TextModel":
-        """A run's newest checkpoint; UserError if it has none or no tokenizer."""
+    def of_run(cls, run: RunFolder, device: torch.device, which: str = "best", say: Say = ignore) -> "TextModel":
+        """A run's checkpoint, `which` as in checkpoint.select; UserError if it has none such or no tokenizer."""
         plan = run.load_plan()
         if not run.tokenizer.is_file():
             raise UserError(f"run {run.path} has no tokenizer.json: its token file named no tokenizer, so text can't be "
                             f"read")
         tokenizer = tokenizers.load(run.tokenizer)
-        model = _filled(weights.RunWeights(run, "newest", say), device)
+        source = weights.RunWeights(run, which, say)
+        if source.step < (newest := run.checkpoint_steps()[-1]):
+            say(f"the checkpoint of step {source.step} is taken ({which}); the newest is of step {newest}")
+        model = _filled(source, device)
         return cls(model, tokenizer, end_ids(tokenizer), plan.step.length)
 
     @classmethod
@@ -111,8 +116,20 @@ def end_ids(tokenizer: "Tokenizer") -> frozenset[int]:
     return frozenset() if index is None else frozenset({index})
 
 
+def check_text(prompt: str) -> None:
+    """UserError for what is no text: bytes that were no UTF-8 on the command line, half a surrogate pair under Windows."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as e:
+        shown = printable(prompt.encode(errors="replace").decode())
+        raise UserError(f"the prompt {shown!r:.60} is not UTF-8 text: its character {e.start + 1} is a byte of something "
+                        f"else; save or type it as UTF-8") from None
+
+
 def encode_prompt(tokenizer: "Tokenizer", prompt: str, model: ModelConfig, adds_special: bool = False) -> list[int]:
-    """A prompt's ids, an end of text for an empty one; UserError for an id that `model` has no row for."""
+    """A prompt's ids, an end of text for an empty one; UserError as check_text's, and for an id that `model` has no row
+    for."""
+    check_text(prompt)
     ids = tokenizer.encode(prompt, add_special_tokens=adds_special).ids or [*end_ids(tokenizer), 0][:1]
     if max(ids) >= model.vocab:
         raise UserError(f"the tokenizer's id {max(ids)} is past the vocabulary of {model.vocab}: it is another model's")
@@ -128,17 +145,20 @@ def _filled(source: weights.Source, device: torch.device) -> Decoder:
 
 def write_texts(model: TextModel, prompts: Sequence[str], count: int, sampling: Sampling,
                 show: Callable[[int, str], None] = lambda row, piece: None, say: Say = ignore) -> list[str]:
-    """Each prompt with up to `count` tokens more; `show` is told each row's pieces as they come. UserError if memory is too
-    small."""
+    """Each prompt with up to `count` tokens more; `show` is told each row's prompt, and its pieces as they come. UserError
+    if memory is too small."""
     ids = [model.ids(p) for p in prompts]
     if (longest := max(map(len, ids)) + count) > model.length:
         say(f"note: up to {longest} tokens, and the model was trained on {model.length} at a time; past them it gets worse")
+    _check_memory(model.model, len(ids), longest)
     decoders, texts = [StreamDecoder(model.tokenizer, prompt) for prompt in ids], list(prompts)
 
     def add(row: int, piece: str) -> None:
         texts[row] += piece
         show(row, piece)
 
+    for row, prompt in enumerate(prompts):
+        show(row, prompt)
     try:
         generate(model.model, ids, count, sampling, model.ends, lambda row, token: add(row, decoders[row].add(token)))
     except Exception as e:
@@ -148,6 +168,17 @@ def write_texts(model: TextModel, prompts: Sequence[str], count: int, sampling: 
     for row, decoder in enumerate(decoders):
         add(row, decoder.end())
     return texts
+
+
+def _check_memory(model: Decoder, rows: int, tokens: int) -> None:
+    """UserError if a processor's memory has no room for what is kept of so many tokens: its system gives what there is
+    not, and then kills who uses it."""
+    if model.embedding.device.type != "cpu":
+        return
+    needed, free = KVCache.bytes_of(model.config, rows, tokens), psutil.virtual_memory().available
+    if needed > free:
+        raise UserError(f"{rows} text{'s' * (rows > 1)} of up to {tokens:,} tokens take {format_bytes(needed)} of memory, "
+                        f"and {format_bytes(free)} are free; ask for fewer --tokens")
 
 
 class Sampler:
@@ -176,5 +207,5 @@ class Sampler:
         seconds = time.perf_counter() - begin
         for prompt, text in zip(self.prompts, texts, strict=False):
             log.write("sample", step, prompt=prompt, text=text[len(prompt):], seconds=seconds)
-            say(f"sample: {json.dumps(text, ensure_ascii=False)}")
+            say(textwrap.indent(printable(text), "  ", lambda line: True).replace("  ", "sample: ", 1))
         return time.perf_counter() - begin

@@ -1,8 +1,6 @@
 """From the options of `train` to a run: opens everything, goes through the audit, trains, and tells what came of it."""
 
 import os
-import shlex
-import subprocess
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,12 +12,15 @@ from spillcliff.failures import failure, fragmentation, is_out_of_memory, is_pee
 from spillcliff.hardware.device import device_facts, resolve_device
 from spillcliff.hardware.fingerprints import is_sharded, multi_device_name
 from spillcliff.hardware.usage import MemoryClaim
+from trainer.checkpoint import NoCheckpoint
 from trainer.data.dataset import Dataset, open_data
 from trainer.plan import Plan
 from trainer.ranks import World
 from trainer.run import preflight, tensorboard
+from trainer.run.commands import RunCommands
 from trainer.run.distributed import ProcessGroup
 from trainer.run.receipt import ledger_line, receipt_rows
+from trainer.run.validation import best_words
 from trainer.run_folder import RunFolder, new_run_folder
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class StartOptions:
     run: Path | None
     resume: bool
     source: Path | None
+    lr: float | None
     prompts: tuple[str, ...]
     tensorboard: bool
     dry_run: bool
@@ -51,14 +53,14 @@ def start(options: StartOptions, as_json: bool) -> None:
     the main one, before it joins: the others wait for it."""
     group = ProcessGroup(World.of_environment(os.environ))
     out = Output(as_json, is_silent=not group.world.is_main)
-    plan = Plan.load(options.plan) if group.world.is_main else None
+    plan = _plan(options) if group.world.is_main else None
     claim = MemoryClaim()
     device = group.own_device(resolve_device(options.device))
     if plan is None:
         if options.dry_run:
             return
         group.join(device)
-        plan = Plan.load(options.plan)
+        plan = _plan(options)
     group.is_sharded = is_sharded(plan.device) and group.world.size > 1
     from trainer.run.loop import RunSetup  # with torch, which what is wrong with a plan need not wait for
 
@@ -70,11 +72,27 @@ def start(options: StartOptions, as_json: bool) -> None:
     _introduce(setup, options, out)
     if not _passes_preflight(setup, options, out):
         return
-    receipt = _train(setup, options.resume, out)
-    out.say(f"validation loss {receipt['first_val_loss']:.3f} -> {receipt['val_loss']:.3f}; receipt in {folder.path}")
+    receipt = _train(setup, options, out)
+    out.say(f"validation loss {receipt['first_val_loss']:.3f} -> {receipt['val_loss']:.3f}{_risen(receipt)}; receipt in "
+            f"{folder.path}")
     out.table(("", "planned", "actual", "difference"), receipt_rows(receipt))
     out.say(f"the time went to {ledger_line(receipt['ledger'])}")
     out.result(receipt | {"run": str(folder.path)})
+
+
+def _risen(receipt: dict) -> str:
+    """What to say of a validation loss that has risen since its lowest; "" if it has not."""
+    best, step = receipt["best_val_loss"], receipt["best_val_step"]
+    if best is None or best >= receipt["val_loss"]:
+        return ""
+    return (f", risen from its {best_words(best, step)}: since then it fits its data too closely (more data or fewer epochs "
+            f"help); `train sample` and `train export` take the best checkpoint")
+
+
+def _plan(options: StartOptions) -> Plan:
+    """The plan, with the peak rate that was asked for."""
+    plan = Plan.load(options.plan)
+    return plan if options.lr is None else replace(plan, optimizer=replace(plan.optimizer, lr=options.lr))
 
 
 def _run_options(options: StartOptions, plan: Plan, data: Dataset, folder: RunFolder, group: ProcessGroup,
@@ -91,18 +109,16 @@ def _run_options(options: StartOptions, plan: Plan, data: Dataset, folder: RunFo
     return RunOptions(
         source=weights.open_for(options.source, plan.model, out.say) if options.source else None,
         sampler=Sampler(options.prompts, data.tokenizer, plan.model) if options.prompts else None,
-        tensorboard=options.tensorboard, resume_command=_resume_command(options, folder, group.world.size))
+        tensorboard=options.tensorboard, commands=_commands(options, folder, group.world.size))
 
 
-def _resume_command(options: StartOptions, folder: RunFolder, processes: int) -> str:
-    """The command that goes on with the run."""
-    told = [("--plan", folder.plan), *(("--data", p) for p in options.data), *(("--val", p) for p in options.val),
-            ("--dtype", options.dtype), ("--column", options.column), *(("--sample", text) for text in options.prompts),
-            ("--device", options.device), ("--run", folder.path)]
-    words = [str(word) for name, value in told if value is not None for word in (name, value)]
-    words += ["--tensorboard"] * options.tensorboard + ["--resume"]
-    begin = "train" if processes == 1 else f"torchrun --nproc-per-node {processes} -- $(which train)"
-    return f"{begin} {subprocess.list2cmdline(words) if os.name == 'nt' else shlex.join(words)}"
+def _commands(options: StartOptions, folder: RunFolder, processes: int) -> RunCommands:
+    told: list[tuple[str, Path | str | None]] = [
+        *(("--data", p) for p in options.data), *(("--val", p) for p in options.val), ("--dtype", options.dtype),
+        ("--column", options.column), *(("--sample", text) for text in options.prompts), ("--device", options.device)]
+    flags = [("--tensorboard", options.tensorboard), ("--allow-battery", options.allow_battery)]
+    return RunCommands(folder, (*((name, str(value)) for name, value in told if value is not None),
+                                *((name, None) for name, is_on in flags if is_on)), options.source, processes)
 
 
 def _introduce(setup: "RunSetup", options: StartOptions, out: Output) -> None:
@@ -119,7 +135,7 @@ def _passes_preflight(setup: "RunSetup", options: StartOptions, out: Output) -> 
     """Goes through the audit, and returns whether to train; what refuses is raised."""
     plan, folder, world = setup.plan, setup.folder, setup.group.world
     if options.resume:
-        folder.check_resume(plan)
+        folder.check_resume(plan, options.lr is not None)
     world.part_of_plan(plan)
     facts = _preflight_facts(setup, options)
     findings = preflight.check(facts)
@@ -140,7 +156,7 @@ def _preflight_facts(setup: "RunSetup", options: StartOptions) -> preflight.Pref
     world = setup.group.world
     fingerprint = multi_device_name(device_facts(setup.device).fingerprint, world.size, setup.group.is_sharded)
     facts = gather(setup.plan, setup.device, setup.folder, options.resume, options.allow_battery, tokens=len(setup.data),
-                   fingerprint=fingerprint)
+                   sequences=setup.data.windows(setup.plan.step.length), fingerprint=fingerprint)
     # the main process has the folder by the time that the others look
     return facts if world.is_main else replace(facts, is_locked=None, folder_problem=None)
 
@@ -156,29 +172,31 @@ def _memory_advice(setup: "RunSetup") -> str:
     return "another program may have taken some since it was measured; plan with a smaller --limit"
 
 
-def _train(setup: "RunSetup", resume: bool, out: Output) -> dict:
+def _train(setup: "RunSetup", options: StartOptions, out: Output) -> dict:
     """The receipt."""
     from trainer.run.loop import run
 
-    is_main, folder = setup.group.world.is_main, setup.folder
+    is_main, folder, commands = setup.group.world.is_main, setup.folder, setup.options.commands
     try:
         with folder.locked() if is_main else nullcontext(), LiveLine(out.console()) as live:
             if is_main:
-                if resume:
-                    folder.check_resume(setup.plan)
+                if options.resume:
+                    folder.resume(setup.plan, options.lr is not None)
                 else:
                     folder.start(setup.plan)
                 setup.group.join(setup.device)
-            receipt = run(replace(setup, say=live.say, show=live.update), resume)
+            receipt = run(replace(setup, say=live.say, show=live.update), options.resume)
             setup.group.leave()
+    except NoCheckpoint as e:
+        raise UserError(f"{e}; start anew with: {commands.start()}") from None
     except Exception as e:
         told = failure(e)
         if setup.group.world.size > 1 and is_peer_lost(told.text):
             raise UserError(f"another of the {setup.group.world.size} processes ended: its own line, or torchrun's below, "
-                            f"says why (SIGKILL: most likely the system ran out of memory); go on with --run "
-                            f"{folder.path} --resume") from None
+                            f"says why (SIGKILL: most likely the system ran out of memory); go on with: "
+                            f"{commands.go_on()}") from None
         if not is_out_of_memory(*told):
             raise
-        raise UserError(f"out of memory at {setup.plan.describe()}: {_memory_advice(setup)}, or go on with --run "
-                        f"{folder.path} --resume when it is free") from None
+        raise UserError(f"out of memory at {setup.plan.describe()}: {_memory_advice(setup)}, or when it is free go on with: "
+                        f"{commands.go_on()}") from None
     return receipt

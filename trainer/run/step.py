@@ -98,14 +98,17 @@ class TrainStep:
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor:
-        """Mean loss over tokens (batch, length + 1), from wherever they are; of masked ones, over their targets."""
+        """Mean loss over tokens (batch, length + 1), from wherever they are; of masked ones, over the targets that are left,
+        0 if none is."""
+        is_filled_up = bool((tokens[:, -1] < 0).any())  # asked on the host: what was measured allocates nothing for it
         m, tokens = self.model, tokens.to(self.device)
-        x = m(m.embed(self._inputs(tokens))).flatten(0, 1)
+        inputs = _unmasked(tokens[:, :-1]) if is_filled_up else self._inputs(tokens)
+        x = m(m.embed(inputs)).flatten(0, 1)
         return head_loss(x, m.norm, m.embedding, tokens[:, 1:].flatten().long(), m.config.norm_eps)
 
     def _inputs(self, tokens: Tensor) -> Tensor:
         inputs = tokens[:, :-1]
-        return inputs if self._count is None else inputs ^ (inputs >> 31)  # ~id where it is below 0
+        return inputs if self._count is None else _unmasked(inputs)
 
     def _forward_backward(self, tokens: Tensor, is_last: bool = True) -> Tensor:
         """Loss and gradients of one micro-step; several processes exchange what their blocks have summed up during the last
@@ -214,3 +217,8 @@ class TrainStep:
             state = {key: tensors[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
             self._optimizers[parameter].state[parameter] = {
                 key: parallel.like(parameter, value) for key, value in state.items()}
+
+
+def _unmasked(inputs: Tensor) -> Tensor:
+    """The ids, of those that take no part in the loss too, which are held as ~id."""
+    return inputs ^ (inputs >> 31)
