@@ -37,13 +37,14 @@ val_option = click.option("--val", multiple=True, type=PATH, metavar="FILE",
 @click.option("--tensorboard", is_flag=True, help="Write event files to RUN/tensorboard too.")
 @click.option("--dry-run", is_flag=True, help="Check plan, data and device, say what would run, and stop.")
 @click.option("--allow-battery", is_flag=True, help="Start even on battery (about half as fast).")
+@click.option("--keep-step", is_flag=True, help="Keep the planned batch even where memory spills while it trains.")
 @device_option
 @json_option
 @click.pass_context
 def cli(ctx: click.Context, plan_path: Path | None, data: tuple[Path, ...], val: tuple[Path, ...], dtype: str | None,
         column: str | None, run_path: Path | None, resume: bool, source_path: Path | None,
         lr: float | None, prompts: tuple[str, ...], tensorboard: bool, dry_run: bool, allow_battery: bool,
-        device: str | None, as_json: bool) -> None:
+        keep_step: bool, device: str | None, as_json: bool) -> None:
     """Train a small language model as planned, in fp32, and write a receipt of planned beside actual.
 
     On N cards of one machine: torchrun --nproc-per-node N -- $(which train) --plan ...
@@ -61,8 +62,8 @@ def cli(ctx: click.Context, plan_path: Path | None, data: tuple[Path, ...], val:
 
     start(StartOptions(
         plan=plan_path, data=data, val=val, dtype=dtype, column=column, run=run_path, resume=resume, source=source_path,
-        lr=lr, prompts=prompts, tensorboard=tensorboard, dry_run=dry_run, allow_battery=allow_battery, device=device),
-        as_json)
+        lr=lr, prompts=prompts, tensorboard=tensorboard, dry_run=dry_run, allow_battery=allow_battery, keep_step=keep_step,
+        device=device), as_json)
 
 
 @cli.command(context_settings=HELP)

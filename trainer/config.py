@@ -144,6 +144,11 @@ def shape_for(parameters: int, name: str) -> ModelConfig:
     return best
 
 
+def half_batch(batch: int) -> int | None:
+    """The largest batch of at most half, of which whole ones make the same sequences; None if there is none."""
+    return next((b for b in range(batch // 2, 0, -1) if batch % b == 0), None)
+
+
 @dataclass(frozen=True)
 class StepConfig:
     """One optimizer step: `accum` micro-steps over `batch` sequences of `length` tokens each. `update` says when

@@ -168,11 +168,20 @@ class Rejected(_OfCell):
 
 
 @dataclass(frozen=True)
+class SmallerStep:
+    """The same step in smaller micro-steps, which needs less memory than the planned one by measurement or estimate."""
+
+    batch: Amount
+    accum: Amount
+    peak_bytes: Forecast
+
+
+@dataclass(frozen=True)
 class Plan:
     """Written by `plan`, run by `train`; the fields are those of the plan's JSON. `eval` and `checkpoint` are cadences in
     steps, `software` what the pick was measured with, `pairs` the counts of a file of pairs, whose
-    `corpus_tokens` are all that an epoch steps over; `rules` is RULES when it was made. UserError for values that
-    can't be."""
+    `corpus_tokens` are all that an epoch steps over; `rules` is RULES when it was made; `smaller_steps` are those that a
+    run may go on with where memory spills. UserError for values that can't be."""
 
     schema: int
     at: str
@@ -195,6 +204,7 @@ class Plan:
     software: dict[str, str | None] = field(default_factory=dict)
     pairs: PairCounts | None = None
     rules: Annotated[int, Number(1, RULES + 1)] = RULES
+    smaller_steps: list[SmallerStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.predicted.tok_s.low > 1e-9:
@@ -225,6 +235,13 @@ class Plan:
 
     def save(self, path: Path | str) -> None:
         write_json(path, self.to_json())
+
+    def needs_less(self, batch: int) -> bool:
+        """Whether micro-steps of a smaller `batch` need less memory than the planned ones. Where the plan doesn't say (it is
+        an older one) they do if it accumulates already, and so holds the gradients during the forward pass as they would."""
+        if self.smaller_steps:
+            return any(s.batch == batch for s in self.smaller_steps)
+        return self.step.accum > 1
 
     def lr_at(self, step: int) -> float:
         """Learning rate of step `step`, from 0."""

@@ -1,4 +1,5 @@
-"""What would fit where nothing that was measured does: by estimate, and said so. Pure."""
+"""What needs less memory than what was measured: where nothing fits, and where a run may have to go on with less. By
+estimate, and said so. Pure."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -7,8 +8,10 @@ from typing import Any
 from probe.cell import Cell
 from probe.estimate.peak import CardMemory, estimate
 from probe.records import Record
+from spillcliff.hardware.fingerprints import device_count
 from spillcliff.units import format_bytes, parse_count
-from trainer.config import SIZES
+from trainer.config import SIZES, StepConfig, half_batch
+from trainer.plan import SmallerStep
 
 ROOM = 0.99
 """Of the limit, up to which an estimate is offered: on an H200 the worst of 64 was 0.6% low."""
@@ -38,6 +41,27 @@ def alternatives(records: list[Record], length: int | None, limit_bytes: int, de
     cell = fitting[0][0]
     return (f". By estimate, not measured, these would: {told}. Measure one: probe grid --model {cell.model} "
             f"--batch {cell.batch} --length {cell.length}{cell.command_options()}")
+
+
+def smaller_steps(pick: Record, step: StepConfig, records: list[Record], device: dict[str, Any]) -> list[SmallerStep]:
+    """The planned `step` of `pick` in half and quarter micro-steps, as far as they need less memory than the pick: by
+    measurement, else by as much as an estimate says."""
+    kind = device.get("kind") or ("cpu" if pick.device.startswith("cpu-") else "cuda")
+    own_bytes, batch, smaller = pick.peak_bytes, step.batch, []
+    if kind not in ("cuda", "xpu") or own_bytes is None or step.update == "backward" or device_count(pick.device) > 1:
+        return []
+    memory = CardMemory.of({"kind": "cuda"} | device)
+    measured = {r.cell: r.peak_bytes for r in records if r.fits and r.peak_bytes}
+    for _ in range(2):
+        half = half_batch(batch)
+        if half is None:
+            break
+        batch, cell = half, pick.cell.with_step(batch=half, accum=2)
+        scale = own_bytes / estimate(pick.cell, memory).device_bytes
+        need = measured.get(cell) or int(scale * estimate(cell, memory).device_bytes)
+        if need < own_bytes:
+            smaller.append(SmallerStep(batch, step.batch * step.accum // batch, need))
+    return smaller
 
 
 def _name(cell: Cell) -> str:

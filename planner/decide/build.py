@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from planner.decide import defaults
-from planner.decide.alternatives import alternatives
+from planner.decide.alternatives import alternatives, smaller_steps
 from planner.decide.calibration import Calibration
 from planner.decide.choose import Candidate, Choice, TooLittleData, Wish, choose
 from planner.decide.hours import Overheads, Rates, cadence, peak_span, run_hours, run_overheads, step_span, steps_for
@@ -108,7 +108,8 @@ def build(records: list[Record], request: PlanRequest, inputs: PlanInputs) -> Fo
         why=_why(picked, request, inputs, limit, [lr_why, f"schedule: {optimizer.describe(run.steps)}"], run.overheads),
         runners_up=[replace(r, hours=run.hours.mid * (r.hours_ratio or 1.0)) for r in picked.choice.runners_up],
         rejected=picked.choice.rejected, records_sha256=digest(records), calibration=calibration.to_json(),
-        software=pick.record.software, pairs=request.pairs)
+        software=pick.record.software, pairs=request.pairs,
+        smaller_steps=smaller_steps(pick.record, pick.step, records, inputs.device))
     return Forecast(plan, pick, step_s, calibration.rates, inputs.power_w(pick.record))
 
 

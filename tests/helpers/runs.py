@@ -26,6 +26,7 @@ from trainer.data.tokens import dtype_for, write_sidecar
 from trainer.plan import Plan, Predicted, Span
 from trainer.run import loop
 from trainer.run.distributed import ProcessGroup
+from trainer.run.setup import RunSetup
 from trainer.run_folder import RunFolder
 
 STEPS = 48
@@ -89,7 +90,7 @@ def open_run(home: Path, steps: int = 8, every: int = 4, tok_s: Span = SPAN, dat
         _write_tokens(home / file, np.random.default_rng(seed).integers(0, 300, 2000), 300)
     plan = _plan(tiny(), shape, steps, tok_s, eval=every, checkpoint=every)
     training, validation = open_data(plan, [home / data], [home / val] if val else ())
-    run = loop.Run(loop.RunSetup(plan=plan, data=training, validation=validation, folder=RunFolder(home / "runs" / name),
+    run = loop.Run(RunSetup(plan=plan, data=training, validation=validation, folder=RunFolder(home / "runs" / name),
                                  device=torch.device("cpu"), claim=MemoryClaim(), group=ProcessGroup(), say=say))
     if not run.folder.has_plan():
         run.folder.start(plan)

@@ -132,7 +132,7 @@ def test_a_step_without_any_answer_has_loss_zero_and_no_gradient():
 
 def test_smaller_batches_keep_the_mean_of_the_step():
     whole, parts = (TrainStep(tiny(), StepConfig(4, 16), OptimizerConfig(1e-2), CPU, masked=True) for _ in range(2))
-    parts.shrink_batch()
+    parts.use_batch(there(parts.smaller_batch()))
     t = masked(1, 4)
     (a, norm), (b, other) = whole(t, 1e-2), parts(t.view(2, 2, -1), 1e-2)
     assert float(a) == pytest.approx(float(b), rel=1e-6)

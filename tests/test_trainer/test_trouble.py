@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers.made import tiny
+from helpers.made import there, tiny
 from helpers.runs import Clock, before_step, end_state, log, open_run, receipt, run_options, train_with
 from helpers.waiting import wait_for
 from safetensors.torch import load_file
@@ -151,7 +151,7 @@ def test_memory_that_fails_in_the_optimizer_s_first_step_leaves_nothing_half_mad
     plain, hurt = (TrainStep(tiny(), FOUR, OptimizerConfig(1e-2), CPU) for _ in range(2))
     parameter = next(hurt.model.parameters())
     hurt._optimizers[parameter].state[parameter] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter)}
-    hurt.shrink_batch()
+    hurt.use_batch(there(hurt.smaller_batch()))
     for _ in range(3):
         losses = [float(step(tokens.view(step.step.accum, step.step.batch, 17), 1e-2)[0]) for step in (plain, hurt)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -161,12 +161,13 @@ def test_memory_that_fails_in_the_optimizer_s_first_step_leaves_nothing_half_mad
 def test_the_smaller_batch_divides_the_one_before(batch, smaller):
     step = TrainStep(tiny(), StepConfig(batch, 16), OptimizerConfig(1e-2), CPU)
     assert step.smaller_batch() == smaller
-    if smaller is None:
-        with pytest.raises(ValueError, match="no smaller batch"):
-            step.shrink_batch()
-    else:
-        step.shrink_batch()
+    if smaller is not None:
+        step.use_batch(smaller)
         assert step.step.tokens == batch * 16
+        step.use_batch(batch)
+        assert (step.step.batch, step.step.accum) == (batch, 1)
+    with pytest.raises(ValueError, match="no whole number of batches of"):
+        step.use_batch(batch + 1)
 
 
 def test_what_is_updated_in_the_backward_pass_can_not_be_done_again():

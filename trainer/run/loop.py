@@ -6,7 +6,6 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,60 +15,30 @@ from torch import Tensor
 from spillcliff.console import StopRequest
 from spillcliff.errors import UserError
 from spillcliff.failures import failure, is_card_lost, is_out_of_memory
-from spillcliff.files import Say, ignore, write_json
+from spillcliff.files import write_json
 from spillcliff.hardware.device import device_facts
 from spillcliff.hardware.fingerprints import multi_device_name
-from spillcliff.hardware.usage import MemoryClaim, MemoryPeaks, process_seconds
+from spillcliff.hardware.usage import MemoryPeaks, process_seconds
 from spillcliff.schema import is_number
 from trainer import checkpoint
-from trainer.data.dataset import Dataset, changes, identity
+from trainer.data.dataset import changes, identity
 from trainer.data.feed import feed
 from trainer.huggingface import weights
-from trainer.plan import Plan, eval_windows, is_due
-from trainer.run.commands import RunCommands
-from trainer.run.distributed import ProcessGroup
+from trainer.plan import eval_windows, is_due
 from trainer.run.divergence import way_on
 from trainer.run.log import RunLog, Throughput, live_line
 from trainer.run.receipt import Ledger, make_receipt, pauses_left_s
-from trainer.run.sample import Sampler
 from trainer.run.saver import Saver
-from trainer.run.slowdown import is_away
+from trainer.run.setup import RunSetup
+from trainer.run.slowdown import is_away, only_a_spill_explains
 from trainer.run.speed_watch import SpeedWatch
+from trainer.run.spill_escape import SpillEscape
 from trainer.run.step import TrainStep
 from trainer.run.tensorboard import EventFiles
 from trainer.run.timing import StepTimer, StepTimes
 from trainer.run.validation import ValidationLosses
-from trainer.run_folder import RunFolder
 
 SEED = 0
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """What a run may be asked for beside its plan: weights to start from, texts at each evaluation, event files; and the
-    commands that go on with it, for a person."""
-
-    source: weights.Source | None = None
-    sampler: Sampler | None = None
-    tensorboard: bool = False
-    commands: RunCommands = RunCommands(RunFolder(Path("RUN")))  # noqa: RUF009
-
-
-@dataclass(frozen=True)
-class RunSetup:
-    """All that a run is made of. `claim` was made before anything touched the device; `say` takes lines that stay, `show`
-    the line that changes."""
-
-    plan: Plan
-    data: Dataset
-    validation: Dataset
-    folder: RunFolder
-    device: torch.device
-    claim: MemoryClaim
-    group: ProcessGroup
-    say: Say = ignore
-    show: Say = ignore
-    options: RunOptions = RunOptions()
 
 
 class Run:
@@ -100,6 +69,8 @@ class Run:
         self.saver = Saver(self.folder, self.say)
         self.peaks = MemoryPeaks()
         self.out_of_memory: list[dict] = []
+        self.spills: list[dict] = []
+        self.escape, self.planned_batch = SpillEscape(), self.step.step.batch
         self.speed_watch = SpeedWatch(self.plan, self.device, self.facts, self.claim)
         self.log_s = 0.0
 
@@ -172,6 +143,7 @@ class Run:
             self.done += 1
             if finished:
                 self._note(self.done - 1, finished)
+            self._leave_spill_if_shown()
             is_asked_to_stop = self.group.any_asked(stop.is_made)
             self._pause_if_due(is_asked_to_stop)
             if is_asked_to_stop and self.done < self.plan.steps:
@@ -192,6 +164,8 @@ class Run:
             self._evaluate(done)
         if save_is_due:
             self._save(done)
+            if self.escape.is_retry_due():
+                self._change_batch(done, self.planned_batch, "spill", "trying the planned step again")
         self.timer.restart()
 
     def _start_step(self, batches: Iterator[Tensor]) -> StepTimes | None:
@@ -220,12 +194,35 @@ class Run:
 
     def _shrink_batch(self, number: int) -> None:
         """Goes on in smaller micro-steps, after a failure in step `number`."""
-        self.step.shrink_batch()
-        now = self.step.step
-        self.out_of_memory.append({"step": number, "batch": now.batch, "accum": now.accum})
-        self.log.write("out_of_memory", number, batch=now.batch, accum=now.accum)
-        self.say(f"step {number}: out of memory, has another program taken some? Going on with batch {now.batch} and accum "
-                 f"{now.accum}: the same tokens a step, slower")
+        smaller = self.step.smaller_batch()
+        assert smaller is not None, "asked by _can_shrink"
+        self.planned_batch = smaller  # the larger one is not tried again
+        self.escape.look_again()
+        self._change_batch(number, smaller, "out_of_memory", "out of memory, has another program taken some? Going on")
+        self.out_of_memory.append({"step": number, "batch": smaller, "accum": self.step.step.accum})
+
+    def _leave_spill_if_shown(self) -> None:
+        """Goes on in smaller micro-steps where the latest steps show that memory spilled and a smaller one needs less."""
+        fall, smaller = self.escape.fall(), self.step.smaller_batch()
+        if fall is None or smaller is None or self.options.keep_step or not self.plan.needs_less(smaller):
+            return
+        now = self.speed_watch.readings(self.throughput.recent_tok_s or 0.0, self.throughput.recent_data_share)
+        if not only_a_spill_explains(now, fall):
+            self.escape.look_again()
+            return
+        if finished := self.timer.drain():
+            self._note(self.done, finished, is_pause=True)
+        self.escape.halve()
+        self._change_batch(self.done, smaller, "spill", f"{fall:.1f} times as slow as usual, memory has spilled: going on")
+        self.spills.append({"step": self.done, "batch": smaller, "accum": self.step.step.accum, "fall": round(fall, 2)})
+        self.timer.restart()
+
+    def _change_batch(self, number: int, batch: int, kind: str, why: str) -> None:
+        """Makes the same steps in micro-steps of `batch` from here on, and tells it."""
+        self.step.use_batch(batch)
+        accum = self.step.step.accum
+        self.log.write(kind, number, batch=batch, accum=accum)
+        self.say(f"step {number}: {why} with batch {batch} and accum {accum}, the same tokens a step")
 
     def _note(self, number: int, times: StepTimes, is_pause: bool = False) -> None:
         """Enters a finished step; in a pause the device waits for it, else another step runs meanwhile."""
@@ -237,6 +234,7 @@ class Run:
             self.say(f"step {number} took {times.step_s:,.0f} s: the machine slept or the process was stopped; not counted")
         else:
             self.throughput.add(times)
+            self.escape.add(times.step_s)
         self.log.write("step", number, loss=times.loss, norm=times.norm, step_s=times.step_s, micro_s=times.micro_s,
                        optimizer_s=times.optimizer_s, data_s=times.data_s, log_s=times.log_s,
                        lr=plan.lr_at(number - 1))
@@ -319,7 +317,7 @@ class Run:
             **vars(self.peaks), **self._so_far(), "start_up_s": self.start_up_s, "libraries_s": self.libraries_s,
             "resumed_from": self.start, "eval_s": spent["eval_s"], "checkpoint_s": spent["checkpoint_s"],
             "ledger": self.ledger.of_total(seconds), "checkpoint_failures": self.saver.failures,
-            "out_of_memory": self.out_of_memory, "troubles": self.speed_watch.slowdowns,
+            "out_of_memory": self.out_of_memory, "spills": self.spills, "troubles": self.speed_watch.slowdowns,
             "answer_share": self.data.answer_share, "software": self.facts.software, "ran_on": self.ran_on})
 
     def _so_far(self) -> dict[str, Any]:

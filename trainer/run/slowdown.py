@@ -95,6 +95,19 @@ def find_slowdown(now: SpeedReadings) -> Slowdown | None:
     return Slowdown("slow", f"{_pace(now)}: what else is this machine busy with?")
 
 
+def only_a_spill_explains(now: SpeedReadings, fall: float) -> bool:
+    """Whether steps that take `fall` times the usual have spilled: by the system's count where it has one, else if no other
+    program, heat, battery or wait for tokens explains so much."""
+    if now.kind not in ("cuda", "xpu"):
+        return False
+    if now.spilled_bytes is not None:
+        return now.spilled_bytes > MOVED_BYTES
+    if now.on_battery or now.data_share > DATA_SHARE:
+        return False
+    left_to_us = max(0.01, 1 - (now.other_percent or 0) / 100)
+    return fall > max(allowed_fall((now.throttle or 0) & THROTTLED, now.clock_share), FALL / left_to_us)
+
+
 def _pace(now: SpeedReadings) -> str:
     return f"{now.tok_s:,.0f} tok/s where at least {now.planned_tok_s:,.0f} were planned"
 

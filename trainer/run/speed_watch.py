@@ -39,7 +39,7 @@ class SpeedWatch:
         if not tok_s or time.monotonic() - self._looked_s <= LOOK_EVERY_S:
             return None
         self._looked_s = time.monotonic()
-        before, self._now = self._now, find_slowdown(self._readings(tok_s, throughput.recent_data_share))
+        before, self._now = self._now, find_slowdown(self.readings(tok_s, throughput.recent_data_share))
         if self._now and not (before and before.cause == self._now.cause):
             self.slowdowns.append({"step": number, "what": self._now.cause, "line": self._now.line})
             return SpeedChange(self._now.cause, self._now.line)
@@ -47,7 +47,8 @@ class SpeedWatch:
             return SpeedChange(None, f"{before.cause} is over: {tok_s:,.0f} tok/s")
         return None
 
-    def _readings(self, tok_s: float, data_share: float) -> SpeedReadings:
+    def readings(self, tok_s: float, data_share: float) -> SpeedReadings:
+        """What the run and the card show now."""
         readings = SpeedReadings(kind=self._facts.kind, tok_s=tok_s, planned_tok_s=self._plan.predicted.tok_s.low,
                                  data_share=data_share, on_battery=on_battery())
         if self._device.type != "cuda":

@@ -25,7 +25,7 @@ from trainer.run_folder import RunFolder, new_run_folder
 
 if TYPE_CHECKING:
 
-    from trainer.run.loop import RunOptions, RunSetup
+    from trainer.run.setup import RunOptions, RunSetup
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class StartOptions:
     tensorboard: bool
     dry_run: bool
     allow_battery: bool
+    keep_step: bool
     device: str | None
 
 
@@ -62,7 +63,7 @@ def start(options: StartOptions, as_json: bool) -> None:
         group.join(device)
         plan = _plan(options)
     group.is_sharded = is_sharded(plan.device) and group.world.size > 1
-    from trainer.run.loop import RunSetup  # with torch, which what is wrong with a plan need not wait for
+    from trainer.run.setup import RunSetup  # with torch, which what is wrong with a plan need not wait for
 
     data, validation = open_data(plan, options.data, options.val, keep=not options.dry_run, dtype=options.dtype,
                                  column=options.column, say=out.say)
@@ -98,8 +99,8 @@ def _plan(options: StartOptions) -> Plan:
 def _run_options(options: StartOptions, plan: Plan, data: Dataset, folder: RunFolder, group: ProcessGroup,
                  out: Output) -> "RunOptions":
     from trainer.huggingface import weights
-    from trainer.run.loop import RunOptions
     from trainer.run.sample import Sampler
+    from trainer.run.setup import RunOptions
 
     if options.tensorboard:
         tensorboard.check_installed()
@@ -109,14 +110,15 @@ def _run_options(options: StartOptions, plan: Plan, data: Dataset, folder: RunFo
     return RunOptions(
         source=weights.open_for(options.source, plan.model, out.say) if options.source else None,
         sampler=Sampler(options.prompts, data.tokenizer, plan.model) if options.prompts else None,
-        tensorboard=options.tensorboard, commands=_commands(options, folder, group.world.size))
+        tensorboard=options.tensorboard, keep_step=options.keep_step, commands=_commands(options, folder, group.world.size))
 
 
 def _commands(options: StartOptions, folder: RunFolder, processes: int) -> RunCommands:
     told: list[tuple[str, Path | str | None]] = [
         *(("--data", p) for p in options.data), *(("--val", p) for p in options.val), ("--dtype", options.dtype),
         ("--column", options.column), *(("--sample", text) for text in options.prompts), ("--device", options.device)]
-    flags = [("--tensorboard", options.tensorboard), ("--allow-battery", options.allow_battery)]
+    flags = [("--tensorboard", options.tensorboard), ("--allow-battery", options.allow_battery),
+             ("--keep-step", options.keep_step)]
     return RunCommands(folder, (*((name, str(value)) for name, value in told if value is not None),
                                 *((name, None) for name, is_on in flags if is_on)), options.source, processes)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spillcliff.errors import UserError
 from spillcliff.hardware.device import engine_refusal, lock_fp32, settle_heap
-from trainer.config import ModelConfig, OptimizerConfig, StepConfig, update_refusal
+from trainer.config import ModelConfig, OptimizerConfig, StepConfig, half_batch, update_refusal
 from trainer.model.decoder import Decoder
 from trainer.model.loss import head_loss
 from trainer.run import parallel
@@ -143,18 +143,17 @@ class TrainStep:
     def smaller_batch(self) -> int | None:
         """The largest batch of at most half of today's that can make the same steps; None if there is none, or if some of
         the weights may have been updated already."""
-        batch = self.step.batch
         if self.step.update == "backward" or self.group.world.size > 1:  # the others wait in the middle of a step
             return None
-        return next((b for b in range(batch // 2, 0, -1) if batch % b == 0), None)
+        return half_batch(self.step.batch)
 
-    def shrink_batch(self) -> None:
-        """Makes the steps of `smaller_batch` from now on, with as many more micro-steps, and lets go of what a step that ran
-        out of memory left."""
-        batch = self.smaller_batch()
-        if batch is None:
-            raise ValueError("no smaller batch makes the same steps")
-        self.step = replace(self.step, batch=batch, accum=self.step.accum * self.step.batch // batch)
+    def use_batch(self, batch: int) -> None:
+        """Makes the same steps in micro-steps of `batch` sequences from now on, and lets go of what a step that ran out of
+        memory left. ValueError if they can't be made so."""
+        sequences = self.step.accum * self.step.batch
+        if batch < 1 or sequences % batch:
+            raise ValueError(f"{sequences} sequences are no whole number of batches of {batch}")
+        self.step = replace(self.step, batch=batch, accum=sequences // batch)
         self._graphs.clear()
         self._tokens = None
         self._drop_gradients()
