@@ -21,6 +21,7 @@ LONGEST_S = 900
 """A mutant that makes its tests hang is noticed too."""
 
 TESTS = {
+    "spillcliff/hardware/software.py": ["test_spillcliff/test_software.py"],
     "probe/verdict.py": ["test_probe/test_verdict.py"],
     "probe/cliff.py": ["test_probe/test_verdict.py", "test_planner/test_choose.py", "test_probe/test_search.py"],
     "probe/stats.py": ["test_probe/test_stats.py"],
@@ -52,6 +53,8 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [Mutant(*m) for m in (
+    ("spillcliff/hardware/software.py", "not local or not other_local or local == other_local", "True"),
+    ("spillcliff/hardware/software.py", "not local or not other_local or local == other_local", "local == other_local"),
     ("probe/verdict.py",
      'if spilled:\n            return Verdict(Status.SPILLS, spilled)\n        return Verdict(Status.TIMEOUT',
      'if False:\n            return Verdict(Status.SPILLS, spilled)\n        return Verdict(Status.TIMEOUT'),
@@ -117,6 +120,7 @@ MUTANTS = [Mutant(*m) for m in (
     ("planner/decide/build.py", "1 / calibration.tok_s", "calibration.tok_s"),
     ("planner/decide/calibration.py", "prior / BIAS_SD**2 + sum(logs)", "sum(logs)"),
     ("planner/decide/calibration.py", "and not s.on_battery", ""),
+    ("planner/decide/calibration.py", "same_version(torch, software.get(\"torch\"))", "torch == software.get(\"torch\")"),
     ("planner/decide/calibration.py", "[s for s in soaks if s.settled] or soaks", "soaks"),
     ("planner/decide/calibration.py", "RUN_WEIGHT + len(logs) - 1", "RUN_WEIGHT + len(logs) + 20"),
     ("planner/decide/calibration.py", "sd=math.sqrt(1 / precision + run_sd**2)", "sd=run_sd"),

@@ -68,20 +68,6 @@ def cpu_fingerprints() -> tuple[str, str]:
     return slug(f"cpu {cpu_name()}"), slug(f"mps {cpu_name()} (Metal)")
 
 
-def installed_software(fingerprint: str) -> dict[str, str | None]:
-    """{torch, driver} of this machine as they are now, without importing torch; {} if the device is another machine's."""
-    from importlib import metadata
-
-    is_card = fingerprint in map(slug, nvml.names())
-    if not is_card and fingerprint not in cpu_fingerprints():
-        return {}
-    try:
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        torch = None
-    return {"torch": torch, "driver": nvml.driver() if is_card else None}
-
-
 def choose_device(names: list[str], asked: str | None, only_one_will_do: bool) -> str:
     """Which of the measured devices `names` is meant: the one called `asked` ("cuda", "cuda:1", "cpu", "mps" or a name),
     else this machine's. Another machine's is taken unnamed only if it is the only one and `only_one_will_do`. UserError
