@@ -21,6 +21,7 @@ LONGEST_S = 900
 """A mutant that makes its tests hang is noticed too."""
 
 TESTS = {
+    "spillcliff/hardware/visible.py": ["test_spillcliff/test_visible.py"],
     "spillcliff/hardware/software.py": ["test_spillcliff/test_software.py"],
     "probe/verdict.py": ["test_probe/test_verdict.py"],
     "probe/cliff.py": ["test_probe/test_verdict.py", "test_planner/test_choose.py", "test_probe/test_search.py"],
@@ -53,6 +54,16 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [Mutant(*m) for m in (
+    ("spillcliff/hardware/visible.py", "if order == \"PCI_BUS_ID\" or", "if"),
+    ("spillcliff/hardware/visible.py", "FASTER = 1.25", "FASTER = 1.0"),
+    ("spillcliff/hardware/visible.py", "speeds[slower] <= 0 or ", ""),
+    ("spillcliff/hardware/visible.py", "reverse=True", "reverse=False"),
+    ("spillcliff/hardware/visible.py", "if found is None:", "if found is None and chosen:"),
+    ("spillcliff/hardware/visible.py", "if found in chosen:", "if False:"),
+    ("spillcliff/hardware/visible.py", "return found[0] if len(found) == 1 else None", "return found[0] if found else None"),
+    ("spillcliff/hardware/visible.py", "if len(card.instances) == 1 else \"\"", "if card.instances else \"\""),
+    ("spillcliff/hardware/visible.py", "if card is None or card.instances is None:", "if True:"),
+    ("spillcliff/hardware/visible.py", "        devices = devices[:1]\n", "        pass\n"),
     ("spillcliff/hardware/software.py", "not local or not other_local or local == other_local", "True"),
     ("spillcliff/hardware/software.py", "not local or not other_local or local == other_local", "local == other_local"),
     ("probe/verdict.py",

@@ -21,7 +21,8 @@ def installed_software(fingerprint: str) -> dict[str, str | None]:
     """{torch, driver} of this machine as they are now, without importing torch; {} if the device is another machine's."""
     from importlib import metadata
 
-    is_card = fingerprint in map(slug, nvml.names())
+    is_card = any(slug(name) == fingerprint for card in nvml.cards()
+                  for name in (card.name, *(name for _, name in card.instances or ())))
     if not is_card and fingerprint not in cpu_fingerprints():
         return {}
     try:
