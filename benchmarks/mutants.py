@@ -21,6 +21,7 @@ LONGEST_S = 900
 """A mutant that makes its tests hang is noticed too."""
 
 TESTS = {
+    "spillcliff/hardware/host_memory.py": ["test_spillcliff/test_host_memory.py"],
     "spillcliff/hardware/visible.py": ["test_spillcliff/test_visible.py"],
     "spillcliff/hardware/software.py": ["test_spillcliff/test_software.py"],
     "probe/verdict.py": ["test_probe/test_verdict.py"],
@@ -54,6 +55,17 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [Mutant(*m) for m in (
+    ("spillcliff/hardware/host_memory.py", "level.used_bytes + level.cache_bytes", "level.used_bytes"),
+    ("spillcliff/hardware/host_memory.py", "max(0, min(free, total))", "min(free, total)"),
+    ("spillcliff/hardware/host_memory.py", "max(0, min(free, total))", "max(0, free)"),
+    ("spillcliff/hardware/host_memory.py", '("memory.max", "memory.high")', '("memory.max",)'),
+    ("spillcliff/hardware/host_memory.py", 'range(len(parts), -1, -1)', 'range(len(parts), len(parts) - 1, -1)'),
+    ("spillcliff/hardware/host_memory.py", "if inner.is_relative_to(mount_root) else ()", "if True else ()"),
+    ("spillcliff/hardware/host_memory.py", '"total_inactive_file"', '"inactive_file"'),
+    ("spillcliff/hardware/host_memory.py", '_stat(folder / "memory.stat").get("hierarchical_memory_limit")', "None"),
+    ("spillcliff/hardware/host_memory.py", "min(limits) <= 0", "False"),
+    ("spillcliff/hardware/host_memory.py", "if file not in libraries", ""),
+    ("spillcliff/hardware/host_memory.py", '("/dev/", "/memfd:", "/SYSV")', '("/memfd:", "/SYSV")'),
     ("spillcliff/hardware/visible.py", "if order == \"PCI_BUS_ID\" or", "if"),
     ("spillcliff/hardware/visible.py", "FASTER = 1.25", "FASTER = 1.0"),
     ("spillcliff/hardware/visible.py", "speeds[slower] <= 0 or ", ""),

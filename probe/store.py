@@ -111,7 +111,7 @@ class Store:
         self.device: dict[str, Any] = {"schema": 1, **dataclasses.asdict(facts), **extra}
         if old := self.folder.load_device():
             size = old.get("total_bytes")
-            if size and abs(size / facts.total_bytes - 1) > 0.02:
+            if facts.kind != "cpu" and size and abs(size / facts.total_bytes - 1) > 0.02:  # a container's varies
                 raise UserError(f"{self.folder.path} was measured on a {facts.name} with {size / 1e9:.1f} GB, and this one "
                                 f"has {facts.total_bytes / 1e9:.1f} GB; keep them apart with --results DIR")
             if all(same_version(old.get(name), getattr(facts, name)) for name in ("torch", "cuda", "driver")):
