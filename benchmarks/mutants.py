@@ -21,6 +21,9 @@ LONGEST_S = 900
 """A mutant that makes its tests hang is noticed too."""
 
 TESTS = {
+    "spillcliff/hardware/host_memory.py": ["test_spillcliff/test_host_memory.py"],
+    "spillcliff/hardware/visible.py": ["test_spillcliff/test_visible.py"],
+    "spillcliff/hardware/software.py": ["test_spillcliff/test_software.py"],
     "probe/verdict.py": ["test_probe/test_verdict.py"],
     "probe/cliff.py": ["test_probe/test_verdict.py", "test_planner/test_choose.py", "test_probe/test_search.py"],
     "probe/stats.py": ["test_probe/test_stats.py"],
@@ -58,6 +61,29 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [Mutant(*m) for m in (
+    ("spillcliff/hardware/host_memory.py", "level.used_bytes + level.cache_bytes", "level.used_bytes"),
+    ("spillcliff/hardware/host_memory.py", "max(0, min(free, total))", "min(free, total)"),
+    ("spillcliff/hardware/host_memory.py", "max(0, min(free, total))", "max(0, free)"),
+    ("spillcliff/hardware/host_memory.py", '("memory.max", "memory.high")', '("memory.max",)'),
+    ("spillcliff/hardware/host_memory.py", 'range(len(parts), -1, -1)', 'range(len(parts), len(parts) - 1, -1)'),
+    ("spillcliff/hardware/host_memory.py", "if inner.is_relative_to(mount_root) else ()", "if True else ()"),
+    ("spillcliff/hardware/host_memory.py", '"total_inactive_file"', '"inactive_file"'),
+    ("spillcliff/hardware/host_memory.py", '_stat(folder / "memory.stat").get("hierarchical_memory_limit")', "None"),
+    ("spillcliff/hardware/host_memory.py", "min(limits) <= 0", "False"),
+    ("spillcliff/hardware/host_memory.py", "if file not in libraries", ""),
+    ("spillcliff/hardware/host_memory.py", '("/dev/", "/memfd:", "/SYSV")', '("/memfd:", "/SYSV")'),
+    ("spillcliff/hardware/visible.py", "if order == \"PCI_BUS_ID\" or", "if"),
+    ("spillcliff/hardware/visible.py", "FASTER = 1.25", "FASTER = 1.0"),
+    ("spillcliff/hardware/visible.py", "speeds[slower] <= 0 or ", ""),
+    ("spillcliff/hardware/visible.py", "reverse=True", "reverse=False"),
+    ("spillcliff/hardware/visible.py", "if found is None:", "if found is None and chosen:"),
+    ("spillcliff/hardware/visible.py", "if found in chosen:", "if False:"),
+    ("spillcliff/hardware/visible.py", "return found[0] if len(found) == 1 else None", "return found[0] if found else None"),
+    ("spillcliff/hardware/visible.py", "if len(card.instances) == 1 else \"\"", "if card.instances else \"\""),
+    ("spillcliff/hardware/visible.py", "if card is None or card.instances is None:", "if True:"),
+    ("spillcliff/hardware/visible.py", "        devices = devices[:1]\n", "        pass\n"),
+    ("spillcliff/hardware/software.py", "not local or not other_local or local == other_local", "True"),
+    ("spillcliff/hardware/software.py", "not local or not other_local or local == other_local", "local == other_local"),
     ("probe/verdict.py",
      'if spilled:\n            return Verdict(Status.SPILLS, spilled)\n        return Verdict(Status.TIMEOUT',
      'if False:\n            return Verdict(Status.SPILLS, spilled)\n        return Verdict(Status.TIMEOUT'),
@@ -123,6 +149,7 @@ MUTANTS = [Mutant(*m) for m in (
     ("planner/decide/build.py", "1 / calibration.tok_s", "calibration.tok_s"),
     ("planner/decide/calibration.py", "prior / BIAS_SD**2 + sum(logs)", "sum(logs)"),
     ("planner/decide/calibration.py", "and not s.on_battery", ""),
+    ("planner/decide/calibration.py", "same_version(torch, software.get(\"torch\"))", "torch == software.get(\"torch\")"),
     ("planner/decide/calibration.py", "[s for s in soaks if s.settled] or soaks", "soaks"),
     ("planner/decide/calibration.py", "RUN_WEIGHT + len(logs) - 1", "RUN_WEIGHT + len(logs) + 20"),
     ("planner/decide/calibration.py", "sd=math.sqrt(1 / precision + run_sd**2)", "sd=run_sd"),

@@ -38,7 +38,7 @@ def write_text(path: Path, megabytes: float) -> None:
 
 def ours(text: Path, coder: Path, out: Path) -> None:
     """The whole command's work: reading, encoding, checking, writing, flushing."""
-    from spillcliff.hardware.usage import resident_peak_bytes
+    from spillcliff.hardware.host_memory import resident_peak_bytes
     from trainer.tokenize.corpus import CorpusOptions, tokenize
 
     print("ready", flush=True)
@@ -50,7 +50,7 @@ def theirs(text: Path, coder: Path, call: str) -> None:
     """encode_batch (or encode_batch_fast, which leaves out the offsets) alone."""
     from tokenizers import Tokenizer
 
-    from spillcliff.hardware.usage import resident_peak_bytes
+    from spillcliff.hardware.host_memory import resident_peak_bytes
     from trainer.tokenize.encode import BATCH
     from trainer.tokenize.source import Source
     from trainer.tokenize.texts import cut

@@ -128,7 +128,7 @@ def _forecast(records: "list[Record]", model: str | None, vocab: int | None, req
 
 def _tell(forecast: "Forecast", inputs: "PlanInputs", out: Output) -> None:
     from planner.report import terminal
-    from spillcliff.hardware.fingerprints import installed_software
+    from spillcliff.hardware.software import installed_software
 
     plan = forecast.plan
     for line in terminal.lines(forecast):
@@ -179,7 +179,7 @@ def report_command(plan_path: Path | None, device: str | None, files: tuple[Path
     from planner.report.page_data import page_data
     from planner.report.png import draw
     from spillcliff.files import write_atomic
-    from spillcliff.hardware.fingerprints import installed_software
+    from spillcliff.hardware.software import installed_software
     from trainer.plan import Plan
 
     out = Output(as_json)

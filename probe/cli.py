@@ -54,6 +54,7 @@ def card(device: str | None, results: Path, as_json: bool) -> None:
     from probe.show.text import card_rows
     from spillcliff.hardware import nvml
     from spillcliff.hardware.device import engine_refusal, on_battery
+    from spillcliff.hardware.host_memory import host_memory
     from trainer.config import ENGINES
 
     out = Output(as_json)
@@ -62,6 +63,8 @@ def card(device: str | None, results: Path, as_json: bool) -> None:
         if facts.kind in ("cuda", "cpu"):
             store.keep(measure_overheads(session.workers, session.device, facts))
     readings, free = nvml.readings(facts.uuid), nvml.free_bytes(facts.uuid)
+    if facts.kind in ("cpu", "mps"):
+        free = host_memory().free_bytes
     refusals = {engine: engine_refusal(engine, facts.kind, facts.capability) for engine in ENGINES}
     for label, value in card_rows(facts, free, session.disk_write_bytes_s, refusals, readings,
                                   store.device.get("memory") or {}, on_battery()):

@@ -14,6 +14,7 @@ from spillcliff import schema
 from spillcliff.errors import UserError
 from spillcliff.files import read_json, write_json
 from spillcliff.hardware.device import DeviceFacts
+from spillcliff.hardware.software import same_version
 from spillcliff.schema import Number
 
 RATES = ("start_up_s", "disk_write_bytes_s", "first_copy_bytes_s", "copy_bytes_s")
@@ -110,10 +111,10 @@ class Store:
         self.device: dict[str, Any] = {"schema": 1, **dataclasses.asdict(facts), **extra}
         if old := self.folder.load_device():
             size = old.get("total_bytes")
-            if size and abs(size / facts.total_bytes - 1) > 0.02:
+            if facts.kind != "cpu" and size and abs(size / facts.total_bytes - 1) > 0.02:  # a container's varies
                 raise UserError(f"{self.folder.path} was measured on a {facts.name} with {size / 1e9:.1f} GB, and this one "
                                 f"has {facts.total_bytes / 1e9:.1f} GB; keep them apart with --results DIR")
-            if all(old.get(name) == getattr(facts, name) for name in ("torch", "cuda", "driver")):
+            if all(same_version(old.get(name), getattr(facts, name)) for name in ("torch", "cuda", "driver")):
                 self.device |= {k: old[k] for k in MEASURED if k in old}  # another build's must be measured again
         write_json(self.folder.device, self.device)
 

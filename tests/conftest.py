@@ -45,7 +45,7 @@ def pytest_xdist_auto_num_workers(config):
     for processes of their own. Not where there is a card, on which they would disturb each other's measurements, nor where
     some files were asked for."""
     is_all = config.args_source == config.ArgsSource.TESTPATHS
-    return 3 if is_all and (os.cpu_count() or 1) > 1 and not nvml.names() else 0
+    return 3 if is_all and (os.cpu_count() or 1) > 1 and not nvml.cards() else 0
 
 
 def pytest_collection_modifyitems(items):

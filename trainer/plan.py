@@ -10,6 +10,7 @@ from typing import Annotated
 from spillcliff import schema
 from spillcliff.errors import UserError
 from spillcliff.files import read_json, write_json
+from spillcliff.hardware.software import same_version
 from spillcliff.schema import Number
 from spillcliff.units import format_count
 from trainer.config import ModelConfig, OptimizerConfig, StepConfig, update_refusal
@@ -256,4 +257,4 @@ class Plan:
     def other_software(self, now: dict[str, str | None]) -> list[str]:
         """What the pick was measured with and `now` has another of, each as "torch 2.10.0 (now 2.11.0)"."""
         return [f"{name} {self.software[name]} (now {now[name]})" for name in ("torch", "cuda", "driver")
-                if self.software.get(name) and now.get(name) and self.software[name] != now[name]]
+                if self.software.get(name) and now.get(name) and not same_version(self.software[name], now[name])]

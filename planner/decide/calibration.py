@@ -12,6 +12,7 @@ from probe.soak import Soak
 from spillcliff import schema
 from spillcliff.errors import UserError
 from spillcliff.files import Say, read_json
+from spillcliff.hardware.software import same_version
 from spillcliff.schema import Number, is_number
 from trainer.checkpoint import STATE_BYTES
 from trainer.plan import Plan, times_due
@@ -133,8 +134,8 @@ def calibrate(past: Sequence[PastRun], soaks: Sequence[Soak], device: str, torch
     Runs are off by a part they have in common and by one of their own, both normal: the common part starts at the soak's
     factor (else at 1) with BIAS_SD and is moved by each receipt (Gelman et al., Bayesian Data Analysis, 2.5).
     """
-    past = [p for p in past if p.device == device and torch in (None, p.receipt.get("software", {}).get("torch"))]
-    soaks = [s for s in soaks if s.device == device and torch in (None, s.software.get("torch")) and not s.on_battery]
+    past = [p for p in past if p.device == device and _is_of(torch, p.receipt.get("software", {}))]
+    soaks = [s for s in soaks if s.device == device and _is_of(torch, s.software) and not s.on_battery]
     telling = [s for s in soaks if s.settled] or soaks  # one that was broken off tells less than an older one that wasn't
     soak = telling[-1].factor if telling else None
     logs = [p.log_ratio for p in past if p.log_ratio is not None]
@@ -153,3 +154,8 @@ def calibrate(past: Sequence[PastRun], soaks: Sequence[Soak], device: str, torch
                   first_copy_bytes_s=rates.first_copy_bytes_s, copy_bytes_s=rates.copy_bytes_s)
     return Calibration(tok_s=math.exp(bias), sd=math.sqrt(1 / precision + run_sd**2), rates=rates, receipts=len(logs),
                        soak=soak, soak_settled=not telling or telling[-1].settled)
+
+
+def _is_of(torch: str | None, software: dict[str, str | None]) -> bool:
+    """Whether `software` has this torch; so has all where it is not known which."""
+    return torch is None or same_version(torch, software.get("torch"))

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from probe.cell import Cell
-from probe.cliff import Cliff, default_limit
+from probe.cliff import MARGIN, Cliff, default_limit
 from probe.estimate.peak import CardMemory
 from probe.grid import search
 from probe.grid.bench import Bench, Show
@@ -17,6 +17,7 @@ from probe.tasks.table import CheckCustomStep
 from spillcliff.console import Output
 from spillcliff.errors import NoPlan, UserError
 from spillcliff.hardware.device import engine_refusal
+from spillcliff.hardware.host_memory import host_memory
 from spillcliff.units import format_bytes
 
 
@@ -54,7 +55,7 @@ def run_grid(session: Session, cells: Sequence[Cell], options: GridOptions, out:
     out.say(f"{facts.name}, torch {facts.torch}: {len(cells)} cells, about {options.seconds:.0f} s each at most; "
             f"records in {store.folder.records}")
     cliff = _cliff(session, options, out)
-    limit = (options.limit_bytes, "as asked") if options.limit_bytes else default_limit((), cliff)
+    limit = _limit(facts.kind, options, cliff)
     if limit:
         out.say(f"limit {format_bytes(limit[0])}: {limit[1]}")
     if not store.device.get("memory") and not is_custom:
@@ -72,6 +73,18 @@ def run_grid(session: Session, cells: Sequence[Cell], options: GridOptions, out:
             accumulated = [r.cell.with_step(accum=2) for r in search.picks(measured, limit_bytes)]
             measured += bench.run(accumulated, True, options.again, show)
     return GridResult(measured, pick, limit_bytes, cliff)
+
+
+def _limit(kind: str, options: GridOptions, cliff: Cliff | None) -> tuple[int, str] | None:
+    """(bytes, where they come from); None for a card of which nothing is known. A processor's memory is the machine's, or
+    what its container allows."""
+    if options.limit_bytes:
+        return options.limit_bytes, "as asked"
+    if kind == "cpu":
+        memory = host_memory()
+        return int(memory.free_bytes * MARGIN), (
+            f"{MARGIN:.0%} of the {format_bytes(memory.free_bytes)} that are free of {format_bytes(memory.total_bytes)}")
+    return default_limit((), cliff)
 
 
 def _cliff(session: Session, options: GridOptions, out: Output) -> Cliff | None:

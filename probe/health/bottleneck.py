@@ -40,7 +40,7 @@ NAMES = {"data": "data bubble", "throttle": "throttling"}
 def find_bottleneck(o: Observation) -> list[Finding]:
     """What keeps it from its speed, most certain first, or that it is steady; that it runs on battery is told beside. `o`
     must have samples."""
-    pattern = utilization_pattern(o.samples)
+    pattern = utilization_pattern(o.samples, o.kind == "cuda")
     first = _from_log(o, o.page, o.page.tok_s, pattern) if o.page and o.page.tok_s else _from_readings(o, pattern)
     if not o.on_battery or first.what == "battery":
         return [first]
@@ -96,6 +96,8 @@ def _from_readings(o: Observation, pattern: UtilizationPattern) -> Finding:
         return worse
     is_card, levels = o.kind == "cuda", _levels(o, pattern)
     level: Level = "bad" if pattern.low_share >= DATA_SHARE else "warn"
+    if pattern.name == "untold":
+        return _speed("ok", "unknown", f"no verdict: {_readings(o, pattern)}")
     if is_card and (o.highest("utilization") or 0) < IDLE_PERCENT:
         return _speed("bad", "idle card", f"{levels}: a long preparation or evaluation on the processor, or it waits for "
                                           f"ever")
@@ -203,7 +205,9 @@ def _readings(o: Observation, pattern: UtilizationPattern) -> str:
     units = {"power_w": "W", "clock_mhz": "MHz", "temperature_c": "degrees"}
     medians = [f"{value:,.0f} {unit}" for name, unit in units.items() if (value := o.median(name))]
     memory_bytes = o.last("memory_bytes")
-    return ", ".join([f"{_unit(o)} {pattern.mean_percent:.0f}% busy in {len(o.samples)} readings", *medians,
+    busy = ("the card does not tell how busy it is" if pattern.name == "untold" else
+            f"{_unit(o)} {pattern.mean_percent:.0f}% busy in {len(o.samples)} readings")
+    return ", ".join([busy, *medians,
                       *([] if memory_bytes is None else [format_bytes(memory_bytes)])])
 
 

@@ -76,7 +76,7 @@ def _is_still(o: Observation) -> bool:
     memory_bytes = o.readings("memory_bytes")
     return (o.cpu_s < IDLE_SHARE * o.seconds
             and (not memory_bytes or max(memory_bytes) - min(memory_bytes) <= STILL_BYTES)
-            and (o.highest("utilization") or 0) < IDLE_PERCENT)
+            and (o.kind == "cpu" or (100 if (busy := o.highest("utilization")) is None else busy) < IDLE_PERCENT))
 
 
 def _doing(run: RunStatus) -> str:

@@ -13,13 +13,14 @@ from probe.health.cards import card_called, card_names, card_of
 from probe.health.job_files import newer_sources, recent_checkpoints
 from probe.health.observation import Observation
 from probe.health.process_tree import ProcessTree
-from probe.health.processes import similar_processes
+from probe.health.processes import ask, similar_processes
 from probe.health.run_log import RunLogReader, RunProcess, read_process
 from probe.health.utilization import Sample
 from probe.store import DeviceFolder
 from spillcliff.errors import UserError
 from spillcliff.hardware import nvml, windows_counters
 from spillcliff.hardware.device import on_battery
+from spillcliff.hardware.fingerprints import single_device_name
 from trainer.run.slowdown import AWAY_S
 from trainer.run_folder import RunFolder, runs_folder
 
@@ -55,7 +56,7 @@ class JobObserver:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._job = _RunningJob(process, log, device, recorded, results, window)
         self._device = self._job.device if self._job else "the processor"
-        self._kind: Literal["cuda", "cpu"] = "cuda" if self._job and self._job.uuid else "cpu"
+        self._kind: Literal["cuda", "cpu"] = self._job.kind if self._job else "cpu"
 
     @classmethod
     def of_run(cls, run: Path, device: str | None, results: Path, window: int) -> "JobObserver":
@@ -125,10 +126,15 @@ class _RunningJob:
         self._samples: deque[Sample] = deque(maxlen=window)
         self._marks: deque[_Mark] = deque(maxlen=window + 1)
         self._tree, self._counters = ProcessTree(process), windows_counters.Counters()
+        ran_on = recorded.ran_on if recorded else None
         self.uuid = card_called(device) if device is not None else card_of(
-            self._tree.pids, recorded.ran_on if recorded else None, self._counters.memory())
-        name = card_names().get(self.uuid) if self.uuid else None
-        self.device = name or "the processor"
+            self._tree.pids, ran_on, recorded.uuid if recorded else "", self._counters.memory(),
+            ask(process, psutil.Process.environ) or {})
+        self.kind: Literal["cuda", "cpu"] = "cpu" if self.uuid is None else "cuda"
+        name = None
+        if self.uuid is not None:
+            name = card_names().get(self.uuid) or (single_device_name(ran_on) if ran_on else None)
+        self.device = name or ("the processor" if self.uuid is None else "a card that can't be told: name it by --device")
         self._limits = nvml.limits(self.uuid) if self.uuid else {}
         self._cliff = DeviceFolder(results / name).load_cliff() if name else None
         psutil.cpu_percent()  # whose first answer means nothing
@@ -170,14 +176,14 @@ class _RunningJob:
 
     def _memory_bytes(self) -> int | None:
         """Bytes on the card, its own or, where the driver doesn't tell, everybody's; or its resident set."""
-        if not self.uuid:
+        if self.uuid is None:
             return self._tree.resident_bytes()
         by_pid = nvml.processes(self.uuid)
         return sum(by_pid.get(pid) or 0 for pid in self._tree.pids) or nvml.used_bytes(self.uuid)
 
     def _non_local_bytes(self) -> int | None:
         """Bytes of system memory that it uses for the card; None where the system doesn't tell."""
-        memory = self._counters.memory() if self.uuid else None
+        memory = self._counters.memory() if self.kind == "cuda" else None
         sizes = [size for pid in self._tree.pids if (size := windows_counters.non_local_bytes(memory, pid)) is not None]
         return sum(sizes) if sizes else None
 
@@ -188,7 +194,7 @@ class _RunningJob:
         if self._log:
             self._log.read()
         observation = Observation(
-            pid=self._process.pid, kind="cuda" if self.uuid else "cpu", seconds=last.monotonic_s - first.monotonic_s,
+            pid=self._process.pid, kind=self.kind, seconds=last.monotonic_s - first.monotonic_s,
             state="stopped" if is_stopped else "running", cpu_s=last.cpu_s - first.cpu_s, samples=tuple(self._samples),
             page=self._log.status(first.log_lines, first.epoch_s) if self._log else None,
             itself=next((p for p in peers if p.relation == "itself"), None),

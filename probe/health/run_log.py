@@ -29,11 +29,13 @@ LineKind = Literal["step", "eval", "checkpoint"]
 
 @dataclass(frozen=True)
 class RunProcess:
-    """The process that runs a run, or ran it last: its start in seconds since the epoch, and the device's name."""
+    """The process that runs a run, or ran it last: its start in seconds since the epoch, the device's name, and its
+    card's uuid ("" for none, and where it was not written down)."""
 
     pid: Annotated[int, Number(0, 1e12)]
     started_at: Amount
     ran_on: str
+    uuid: str = ""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ DIPS = 3
 """So many short low periods, or DIPS_SHARE of the time, recur; fewer are a pause."""
 DIPS_SHARE = 0.25
 
-PatternName = Literal["steady", "dips", "plateaus", "starved", "middling"]
-"""Dips are short gaps, again and again, plateaus long ones; starved is low throughout, middling one level in between."""
+PatternName = Literal["steady", "dips", "plateaus", "starved", "middling", "untold"]
+"""Dips are short gaps, again and again, plateaus long ones; starved is low throughout, middling one level in between. Untold
+is a card that gives no reading of how busy it is."""
 Period = tuple[float, float]
 """When something began and ended, in seconds since the epoch."""
 
@@ -66,17 +67,24 @@ class UtilizationPattern:
 
 
 def busy_percents(samples: Sequence[Sample]) -> list[float]:
-    """Percent of the card at each reading; of a processor, percent of as many cores as the job keeps busy when it is busy,
-    which is one at least."""
-    if any(s.utilization is not None for s in samples):
-        return [s.utilization or 0.0 for s in samples]
+    """Percent of the card at each reading that has one; of a job without a card, percent of as many cores as it keeps busy
+    when it is busy, which is one at least."""
+    told = [s.utilization for s in samples if s.utilization is not None]
+    if told:
+        return told
     percents = [s.cpu_percent for s in samples]
     cores = max(100.0, quantiles(percents, n=10)[-1] if len(percents) > 1 else max(percents, default=0.0))
     return [min(100.0, 100 * p / cores) for p in percents]
 
 
-def utilization_pattern(samples: Sequence[Sample]) -> UtilizationPattern:
-    """The pattern of one reading or more, in order of time; each stands for the time since the one before."""
+def utilization_pattern(samples: Sequence[Sample], is_card: bool) -> UtilizationPattern:
+    """The pattern of one reading or more, in order of time; each stands for the time since the one before. Of a job on a
+    card those count that the card has told: an instance of MIG tells none, and the processor's time says nothing of it."""
+    if is_card:
+        samples = [s for s in samples if s.utilization is not None]
+        if not samples:
+            return UtilizationPattern(name="untold", mean_percent=0.0, high_percent=None, low_percent=None, low_share=0.0,
+                                      high_bytes=None, low_bytes=None, low_periods=())
     busy = busy_percents(samples)
     is_low = [percent < LOW_PERCENT for percent in busy]
     high = [percent for percent in busy if percent >= LOW_PERCENT]

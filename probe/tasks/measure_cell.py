@@ -21,7 +21,7 @@ from probe.verdict import MIN_STEPS, spill_reason
 from spillcliff.failures import failure, is_out_of_memory
 from spillcliff.hardware import nvml
 from spillcliff.hardware.device import resolve_device, synchronize
-from spillcliff.hardware.usage import MemoryClaim, process_seconds
+from spillcliff.hardware.usage import MemoryClaim, free_bytes, process_seconds
 from trainer.config import OptimizerConfig, StepConfig, clip_for
 from trainer.data.feed import feed
 from trainer.data.tokens import Tokens
@@ -79,7 +79,7 @@ class _CellMeasurement:
         self.claim = MemoryClaim()
         self.device = group.own_device(resolve_device(task.device))
         self.part = group.world.part_of_batch(task.cell.step)
-        self.free_bytes = nvml.free_bytes(task.uuid) if self.device.type == "cuda" else _available_bytes()
+        self.free_bytes = free_bytes(self.device, task.uuid)
         self.warmup: list[StepTimes] = []
         self.timed: list[StepTimes] = []
         self.setup_s: float | None = None
@@ -205,9 +205,3 @@ class _CellMeasurement:
                           "optimizer_s": median(t.optimizer_s for t in self.timed)}
         return Measurement(start_up_s=self.start_up_s, free_at_start_bytes=self.free_bytes, readings=readings or {}, **peaks,
                            **times)
-
-
-def _available_bytes() -> int:
-    import psutil
-
-    return psutil.virtual_memory().available

@@ -19,12 +19,15 @@ from typing import Any, NoReturn, TypeVar
 from probe.outcome import Outcome
 from probe.tasks.table import Task
 from spillcliff.failures import failure
+from spillcliff.hardware.host_memory import host_memory
 
 A = TypeVar("A")
 P = TypeVar("P")
 
 GRACE_BYTES = 1 << 29
 """What must stay free on a machine whose own memory is measured; below it the worker is stopped, not the desktop."""
+SMALLEST_GRACE = 16
+"""In a small container a part of what there is will do, a sixteenth: there is no desktop in it."""
 TICK_S = 0.25
 START_S = 120
 """A start of Python and an import of torch that take longer are taken for a hang; 9 s were seen on an H200's host."""
@@ -168,9 +171,8 @@ def _follow(worker: _Worker, seconds: float, on_host: bool, certain: Callable[[A
 
 
 def _is_memory_short() -> bool:
-    import psutil
-
-    return psutil.virtual_memory().available < GRACE_BYTES
+    memory = host_memory()
+    return memory.free_bytes < min(GRACE_BYTES, memory.total_bytes // SMALLEST_GRACE)
 
 
 def _resident_bytes(pid: int | None) -> int:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from spillcliff.errors import NoKernels, UserError
 from spillcliff.hardware import nvml
 from spillcliff.hardware.fingerprints import cpu_name, slug
+from spillcliff.hardware.host_memory import host_memory
+from spillcliff.hardware.visible import driver_uuid
 
 if TYPE_CHECKING:
     import torch
@@ -113,13 +115,6 @@ def resolve_device(name: str | None) -> "torch.device":
     return torch.device(kind, index)
 
 
-def total_ram_bytes() -> int:
-    """Memory of the machine."""
-    import psutil
-
-    return psutil.virtual_memory().total
-
-
 def device_facts(device: "torch.device") -> DeviceFacts:
     """What `device` is; on a card this makes no context."""
     import torch
@@ -128,17 +123,17 @@ def device_facts(device: "torch.device") -> DeviceFacts:
     if device.type == "cuda":
         p = torch.cuda.get_device_properties(device)
         name, total, capability, cores = p.name, p.total_memory, (p.major, p.minor), p.multi_processor_count
-        uuid = f"GPU-{p.uuid}" if getattr(p, "uuid", None) else ""
+        uuid = driver_uuid(str(p.uuid), nvml.cards(), os.environ) if getattr(p, "uuid", None) else ""
     elif device.type == "xpu":
         p = torch.xpu.get_device_properties(device)
         name, total = p.name, p.total_memory
     else:
-        name, total = cpu_name() + (" (Metal)" if device.type == "mps" else ""), total_ram_bytes()
+        name, total = cpu_name() + (" (Metal)" if device.type == "mps" else ""), host_memory().total_bytes
     conf = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     return DeviceFacts(
         fingerprint=slug(name if device.type in ("cuda", "xpu") else f"{device.type} {name}"), name=name,
         kind=device.type, total_bytes=total, capability=capability, cores=cores, uuid=uuid, torch=str(torch.__version__),
-        cuda=torch.version.cuda if device.type == "cuda" else None, driver=nvml.driver() if uuid else None,
+        cuda=torch.version.cuda if device.type == "cuda" else None, driver=nvml.driver() if device.type == "cuda" else None,
         python=platform.python_version(), platform=platform.platform(),
         allocator=conf or ("native" if device.type == "cuda" else "default"))
 

@@ -7,7 +7,7 @@ import re
 import sys
 
 from spillcliff.errors import UserError
-from spillcliff.hardware import nvml
+from spillcliff.hardware import visible
 
 
 def slug(text: str) -> str:
@@ -68,41 +68,27 @@ def cpu_fingerprints() -> tuple[str, str]:
     return slug(f"cpu {cpu_name()}"), slug(f"mps {cpu_name()} (Metal)")
 
 
-def installed_software(fingerprint: str) -> dict[str, str | None]:
-    """{torch, driver} of this machine as they are now, without importing torch; {} if the device is another machine's."""
-    from importlib import metadata
-
-    is_card = fingerprint in map(slug, nvml.names())
-    if not is_card and fingerprint not in cpu_fingerprints():
-        return {}
-    try:
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        torch = None
-    return {"torch": torch, "driver": nvml.driver() if is_card else None}
-
-
 def choose_device(names: list[str], asked: str | None, only_one_will_do: bool) -> str:
     """Which of the measured devices `names` is meant: the one called `asked` ("cuda", "cuda:1", "cpu", "mps" or a name),
-    else this machine's. Another machine's is taken unnamed only if it is the only one and `only_one_will_do`. UserError
-    lists the names. Asks the driver alone, not torch."""
-    cards = list(map(slug, nvml.names()))
+    else this machine's, of its cards the first that is visible. Another machine's is taken unnamed only if it is the only
+    one and `only_one_will_do`. UserError lists the names. Asks the driver alone, not torch."""
+    seen = visible.here()
     cpu, mps = cpu_fingerprints()
     if asked is not None:
-        kind, _, index = asked.partition(":")
-        if kind == "cuda":
-            if not (index or "0").isdecimal() or int(index or 0) >= len(cards):
-                raise UserError(f"device {asked} is not here; this machine's cards are: {', '.join(cards) or 'none'}")
-            asked = cards[int(index or 0)]
-        else:
-            asked = {"cpu": cpu, "mps": mps}.get(asked, asked)
+        card = re.fullmatch(r"cuda(?::(\d{1,9}))?", asked)
+        asked = slug(seen.at(int(card[1] or 0)).name) if card else {"cpu": cpu, "mps": mps}.get(asked, asked)
         if asked not in names:
             raise UserError(f"no records of device {asked!r}; there are some of {', '.join(names)}")
         return asked
+    cards = [name for name in dict.fromkeys(slug(device.name) for device in seen.devices) if name in names]
+    if len(cards) > 1 and not seen.is_ordered:
+        raise UserError(f"which of this machine's cards is meant can't be told: CUDA has an order of its own for cards of "
+                        f"different kinds; choose one by --device, of {', '.join(cards)}")
     for here in [*cards, mps, cpu]:
         if here in names:
             return here
     if len(names) == 1 and only_one_will_do:
         return names[0]
-    raise UserError(f"none of the records is of this machine: measure it with `probe grid --model 150M`, or choose another "
-                    f"one by --device, of {', '.join(names)}")
+    hides = f" that is visible (CUDA_VISIBLE_DEVICES hides {seen.hidden} of its cards)" if seen.hidden else ""
+    raise UserError(f"none of the records is of a device of this machine{hides}: measure it with `probe grid --model 150M`, "
+                    f"or choose another one by --device, of {', '.join(names)}")

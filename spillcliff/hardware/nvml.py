@@ -2,7 +2,17 @@
 
 import functools
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class DriverCard(NamedTuple):
+    """A card as the driver lists it. `instances` are the (uuid, name) of what it is cut into, by MIG; None where it is not.
+    `speed` is its cores times their highest clock in MHz; None where the driver doesn't tell."""
+
+    uuid: str
+    name: str
+    instances: tuple[tuple[str, str], ...] | None = None
+    speed: float | None = None
 
 
 @functools.cache
@@ -19,13 +29,14 @@ def _nvml() -> Any:
 
 
 def _ask(name: str, *args: Any) -> Any:
-    """One NVML call; None where it is not supported (per-process memory under Windows, power on old laptops)."""
+    """One NVML call; None where it is not supported (per-process memory under Windows, power on old laptops, most of what an
+    instance of MIG is asked)."""
     nvml = _nvml()
     if nvml is None:
         return None
     try:
         return getattr(nvml, name)(*args)
-    except (nvml.NVMLError, AttributeError, ValueError):
+    except Exception:  # not supported, no permission, a library without the call, a card that is gone: nothing was read
         return None
 
 
@@ -33,10 +44,34 @@ def _text(value: Any) -> str | None:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def uuids() -> tuple[str, ...]:
-    """The cards' names for themselves ("GPU-..."), in the driver's order."""
+def cards() -> tuple[DriverCard, ...]:
+    """The cards of this machine, in the order of their bus, whatever the environment hides."""
     handles = [_ask("nvmlDeviceGetHandleByIndex", i) for i in range(_ask("nvmlDeviceGetCount") or 0)]
-    return tuple(_text(_ask("nvmlDeviceGetUUID", h)) or "" for h in handles if h is not None)
+    return tuple(DriverCard(*_identity(h), _instances(h), _speed(h)) for h in handles if h is not None)
+
+
+def _identity(handle: Any) -> tuple[str, str]:
+    """(uuid, product name)."""
+    return _text(_ask("nvmlDeviceGetUUID", handle)) or "", _text(_ask("nvmlDeviceGetName", handle)) or ""
+
+
+def _instances(handle: Any) -> tuple[tuple[str, str], ...] | None:
+    mode = _ask("nvmlDeviceGetMigMode", handle)
+    if not mode or mode[0] != 1:  # (now, after a restart)
+        return None
+    most = _ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0
+    handles = [_ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, i) for i in range(most)]
+    return tuple(_identity(h) for h in handles if h is not None)
+
+
+def _speed(handle: Any) -> float | None:
+    cores, clock_mhz = _ask("nvmlDeviceGetNumGpuCores", handle), _ask("nvmlDeviceGetMaxClockInfo", handle, 1)
+    return float(cores * clock_mhz) if cores and clock_mhz else None
+
+
+def uuids() -> tuple[str, ...]:
+    """What can be asked for memory: the cards' names for themselves ("GPU-..."), and their instances' ("MIG-...")."""
+    return tuple(uuid for card in cards() for uuid in (card.uuid, *(name for name, _ in card.instances or ())))
 
 
 def _handle(uuid: str) -> Any:
@@ -93,7 +128,7 @@ def readings(uuid: str) -> dict[str, float]:
         "clock_mhz": _ask("nvmlDeviceGetClockInfo", handle, 1),  # 1: the multiprocessors' clock
         "temperature_c": _ask("nvmlDeviceGetTemperature", handle, 0),  # 0: the chip's own sensor
         "power_w": power and power / 1000,
-        "utilization": utilization and utilization.gpu,
+        "utilization": utilization.gpu if utilization and utilization.gpu <= 100 else None,
         "throttle": _ask("nvmlDeviceGetCurrentClocksEventReasons", handle),
     }
     return {name: value for name, value in values.items() if value is not None}
@@ -107,9 +142,3 @@ def limits(uuid: str) -> dict[str, float]:
     power = _ask("nvmlDeviceGetEnforcedPowerLimit", handle)
     values = {"clock_max_mhz": _ask("nvmlDeviceGetMaxClockInfo", handle, 1), "power_limit_w": power and power / 1000}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def names() -> tuple[str, ...]:
-    """The cards' product names, in the driver's order."""
-    handles = [_ask("nvmlDeviceGetHandleByIndex", i) for i in range(_ask("nvmlDeviceGetCount") or 0)]
-    return tuple(_text(_ask("nvmlDeviceGetName", h)) or "" for h in handles if h is not None)

@@ -2,12 +2,12 @@
 
 import functools
 import os
-import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spillcliff.hardware import nvml, windows_counters
+from spillcliff.hardware.host_memory import host_memory, resident_peak_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -26,19 +26,19 @@ def _started() -> float:
     return time.monotonic() - (time.time() - psutil.Process(os.getpid()).create_time())
 
 
-def resident_peak_bytes() -> int:
-    """This process's peak resident set."""
-    if sys.platform == "linux":
-        # not getrusage: a process started by a larger one inherits the larger one's peak there
-        with open("/proc/self/status") as f:
-            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
-    if sys.platform == "win32":
-        import psutil
+def free_bytes(device: "torch.device", uuid: str) -> int | None:
+    """Bytes of the device's memory that nobody uses: a card's own, of a processor the machine's or its container's. None
+    where that can't be told without a context on the card."""
+    if device.type == "cuda":
+        return nvml.free_bytes(uuid)
+    if device.type == "xpu":
+        import torch
 
-        return psutil.Process().memory_info().peak_wset
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        try:
+            return torch.xpu.mem_get_info(device)[0]
+        except (RuntimeError, AttributeError, AssertionError):  # a driver that does not tell, a torch that does not ask
+            return None
+    return host_memory().free_bytes
 
 
 @dataclass(frozen=True)

@@ -237,10 +237,16 @@ def test_bad_input_is_one_line_that_names_it_and_nothing_is_overwritten(home, ca
 
 
 def test_nothing_that_fits_is_exit_3(home):
-    """A cell that can't be allocated: its record says oom and the grid ends with what to try."""
+    """A cell that can't be allocated: its record says oom and the grid ends with what to try. Without a limit of one's own,
+    what is certain to be too much for the machine is not even begun."""
     shutil.copytree(home / "results", home / "none", ignore=shutil.ignore_patterns("records.jsonl"))
     done = call(home, "probe", "grid", "--model", "1M", "--vocab", "300", "--batch", "2000000000", "--length", "8",
                 "--seconds", "1", "--results", "none")
+    assert done.returncode == 3
+    assert "none of 0 measured cells fits" in done.stderr
+    assert not list(home.glob("none/*/records.jsonl"))
+    done = call(home, "probe", "grid", "--model", "1M", "--vocab", "300", "--batch", "2000000000", "--length", "8",
+                "--seconds", "1", "--results", "none", "--limit", "900TB")
     assert done.returncode == 3
     assert "--batch" in done.stderr
     (record,) = load(next(home.glob("none/*/records.jsonl")))

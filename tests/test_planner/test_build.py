@@ -13,6 +13,7 @@ from planner.decide.defaults import optimizer, tokens_per_step
 from planner.decide.hours import Rates, cadence, run_overheads, steps_for
 from planner.decide.inputs import PlanInputs, of_model, read_inputs
 from spillcliff.errors import NoPlan, UserError
+from spillcliff.hardware.nvml import DriverCard
 from trainer.config import ModelConfig, StepConfig
 from trainer.plan import Plan
 
@@ -119,12 +120,43 @@ def test_another_machines_records_are_not_taken_unnamed(tmp_path):
 
 
 def test_this_machines_records_are_taken_among_others(tmp_path, monkeypatch):
-    monkeypatch.setattr("spillcliff.hardware.nvml.names", lambda: ("NVIDIA H200",))
+    monkeypatch.setattr("spillcliff.hardware.nvml.cards", lambda: (DriverCard("GPU-1", "NVIDIA H200"),))
     there = make_record(device="nvidia-h200")
     write_records(tmp_path / "nvidia-geforce-gtx-1060/records.jsonl", [make_record()])
     write_records(tmp_path / "nvidia-h200/records.jsonl", [there])
     for name in (None, "cuda"):
         assert read_inputs(tmp_path, (), name, print)[0] == [there]
+
+
+def test_the_card_that_is_visible_is_planned_for(tmp_path, monkeypatch):
+    """Which of two is hidden by the environment; where CUDA's own order of them can't be told, none is guessed."""
+    old, new = DriverCard("GPU-1", "NVIDIA GeForce GTX 1060", speed=2.2e6), DriverCard("GPU-2", "NVIDIA H200", speed=33e6)
+    made = {name: make_record(device=name) for name in ("nvidia-geforce-gtx-1060", "nvidia-h200")}
+    for name, record in made.items():
+        write_records(tmp_path / name / "records.jsonl", [record])
+
+    def planned_for(device=None, **environment):
+        for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return read_inputs(tmp_path, (), device, print)[0][0].device
+
+    monkeypatch.setattr("spillcliff.hardware.nvml.cards", lambda: (old, new))
+    assert planned_for() == "nvidia-h200"
+    assert planned_for("cuda:1") == "nvidia-geforce-gtx-1060"
+    assert planned_for(CUDA_VISIBLE_DEVICES="1") == "nvidia-geforce-gtx-1060"
+    assert planned_for(CUDA_VISIBLE_DEVICES="1", CUDA_DEVICE_ORDER="PCI_BUS_ID") == "nvidia-h200"
+    assert planned_for(CUDA_VISIBLE_DEVICES="GPU-1") == "nvidia-geforce-gtx-1060"
+    with pytest.raises(UserError, match="hides 2 of its cards"):
+        planned_for(CUDA_VISIBLE_DEVICES="")
+    with pytest.raises(UserError, match=r"cuda:1 is not here.*hides 1"):
+        planned_for("cuda:1", CUDA_VISIBLE_DEVICES="0")
+    monkeypatch.setattr("spillcliff.hardware.nvml.cards", lambda: (old._replace(speed=None), new))
+    for device, environment in ((None, {}), ("cuda", {}), (None, {"CUDA_VISIBLE_DEVICES": "1"})):
+        with pytest.raises(UserError, match=r"can't be told.*nvidia-h200|can't be told.*NVIDIA H200"):
+            planned_for(device, **environment)
+    assert planned_for("nvidia-h200") == "nvidia-h200"
 
 
 def test_models_are_never_mixed():

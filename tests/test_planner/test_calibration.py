@@ -80,6 +80,12 @@ def test_other_devices_and_software_say_nothing(other):
     assert calibrate([other], [], GTX, "2.11", Rates()).tok_s == 1.0
 
 
+def test_a_receipt_of_the_same_build_counts_however_its_version_is_written():
+    past = [run(0.95, torch="2.11.0+cu130")] * 10
+    assert calibrate(past, [], GTX, "2.11.0", Rates()).tok_s == pytest.approx(0.95, abs=0.005)
+    assert calibrate(past, [], GTX, "2.11.0+cu126", Rates()).tok_s == 1.0
+
+
 def test_a_soak_s_loss_is_expected_and_receipts_outweigh_it():
     warm = calibrate([], [soak(1.1)], GTX, None, Rates())
     assert warm.tok_s == pytest.approx(1 / 1.1)

@@ -28,13 +28,15 @@ from helpers.made import make_cliff
 from helpers.waiting import PATIENCE_S, wait_for
 
 from probe.health import job_files
-from probe.health.cards import card_of
+from probe.health.cards import card_called, card_of
 from probe.health.diagnose import diagnose, lines
 from probe.health.observe import JobObserver, newest_running
 from probe.health.run_log import RunLogReader
 from probe.store import DeviceFolder
 from spillcliff.errors import UserError
 from spillcliff.hardware import nvml
+from spillcliff.hardware.nvml import DriverCard
+from spillcliff.hardware.windows_counters import GpuMemory
 from trainer.plan import Plan
 from trainer.run_folder import RunFolder
 
@@ -170,16 +172,62 @@ def test_what_cannot_be_observed_is_told_in_one_line(called, home, tmp_path):
         assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("ran_on", "uuid"), [
-    (None, "GPU-2"), ("nvidia-h200", "GPU-2"), ("nvidia-h200-x2", "GPU-2"), ("nvidia-h200-x2-sharded", "GPU-2"),
-    ("nvidia-a2", "GPU-3"), ("cpu-x", None)])
-def test_the_card_of_a_job_is_the_one_that_it_holds_memory_on_or_ran_on(monkeypatch, ran_on, uuid):
-    names = {"GPU-1": "NVIDIA H200", "GPU-2": "NVIDIA H200", "GPU-3": "NVIDIA A2"}
-    monkeypatch.setattr(nvml, "uuids", lambda: tuple(names))
-    monkeypatch.setattr(nvml, "names", lambda: tuple(names.values()))
+H200S = (DriverCard("GPU-1", "NVIDIA H200"), DriverCard("GPU-2", "NVIDIA H200"))
+
+
+@pytest.mark.parametrize(("ran_on", "recorded", "uuid"), [
+    (None, "", "GPU-2"), ("nvidia-h200", "", "GPU-2"), ("nvidia-h200-x2", "", "GPU-2"),
+    ("nvidia-h200-x2-sharded", "", "GPU-2"), ("nvidia-a2", "", "GPU-3"), ("cpu-x", "", None),
+    ("nvidia-h200", "GPU-1", "GPU-1"), ("nvidia-h200", "GPU-of-another-machine", "GPU-2"),
+    ("amd-mi300x", "", ""), ("mps-apple-m4", "", "")])
+def test_the_card_of_a_job_is_the_one_that_it_holds_memory_on_or_ran_on(monkeypatch, ran_on, recorded, uuid):
+    """A card that can't be read is none that can, and no processor."""
+    monkeypatch.setattr(nvml, "cards", lambda: (*H200S, DriverCard("GPU-3", "NVIDIA A2")))
     monkeypatch.setattr(nvml, "processes", lambda uuid: {7: 10**9} if uuid == "GPU-2" else {8: 10**10})
     monkeypatch.setattr(nvml, "used_bytes", lambda uuid: 10**9)
-    assert card_of({7}, ran_on, None) == uuid
+    assert card_of({7}, ran_on, recorded, None, {}) == uuid
+
+
+@pytest.mark.parametrize(("environment", "uuid"), [
+    ({"CUDA_VISIBLE_DEVICES": "1"}, "GPU-2"), ({"CUDA_VISIBLE_DEVICES": "GPU-1"}, "GPU-1"), ({}, ""),
+    ({"CUDA_VISIBLE_DEVICES": "0,1"}, "")])
+def test_a_job_that_the_driver_does_not_name_is_on_the_card_that_it_can_see(monkeypatch, environment, uuid):
+    """Under Windows and in containers; of several that it sees none is guessed, the fullest as little as the first."""
+    monkeypatch.setattr(nvml, "cards", lambda: H200S)
+    monkeypatch.setattr(nvml, "processes", lambda uuid: {})
+    monkeypatch.setattr(nvml, "used_bytes", lambda uuid: 10**9 if uuid == "GPU-1" else 0)
+    assert card_of({7}, "nvidia-h200", "", None, environment) == uuid
+    assert card_of({7}, None, "", {7: {"luid": GpuMemory(10**9, 0)}}, environment) == uuid
+    assert card_of({7}, None, "", None, environment) is None
+
+
+def test_the_card_that_is_named_is_the_one_that_is_visible_by_that_name(monkeypatch):
+    monkeypatch.setattr(nvml, "cards", lambda: (*H200S, DriverCard("GPU-3", "NVIDIA A2")))
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
+    found = {name: card_called(name) for name in ("cpu", "cuda", "cuda:0", "cuda:1", "nvidia-h200", "nvidia-a2")}
+    assert list(found.values()) == [None, "GPU-3", "GPU-3", "GPU-2", "GPU-2", "GPU-3"]
+    with pytest.raises(UserError, match=r"cuda:2.*one of cpu, cuda:0, cuda:1, nvidia-h200, nvidia-a2"):
+        card_called("cuda:2")
+
+
+@pytest.mark.parametrize("readings", [{}, {"clock_mhz": 1410.0, "temperature_c": 40.0}])
+def test_a_card_that_tells_nothing_gets_no_verdict(monkeypatch, tmp_path, readings):
+    """An instance of MIG refuses how busy it is: neither an idle card, nor the processor's time as the card's."""
+    monkeypatch.setattr(nvml, "cards", lambda: (DriverCard("GPU-1", "NVIDIA A100", (("MIG-1", "NVIDIA A100 MIG 1g.5gb"),)),))
+    monkeypatch.setattr(nvml, "processes", lambda uuid: {os.getpid(): None} if uuid == "MIG-1" else {})
+    monkeypatch.setattr(nvml, "readings", lambda uuid: readings)
+    observer = JobObserver(os.getpid(), None, None, tmp_path, WINDOW)
+    for _ in range(3):
+        observer.sample()
+    assert observer.title.endswith("on nvidia-a100-mig-1g-5gb")
+    o = observer.observation()
+    for still in (o, dataclasses.replace(o, cpu_s=0.0, seconds=60.0)):
+        found = {f.check: f for f in diagnose(still)}
+        assert (found["speed"].level, found["speed"].what) == ("ok", "unknown")
+        assert "does not tell how busy" in found["speed"].line
+        assert "% busy" not in found["speed"].line
+        assert found["alive"].what == "running"
 
 
 def test_a_job_on_a_card_is_observed_by_what_the_driver_says(monkeypatch, tmp_path):
@@ -187,7 +235,7 @@ def test_a_job_on_a_card_is_observed_by_what_the_driver_says(monkeypatch, tmp_pa
     itself, cliff = os.getpid(), make_cliff("collapse", 5e9, 5.2e9)
     cliff.save(DeviceFolder(tmp_path / "nvidia-geforce-gtx-1060").cliff)
     answers = {
-        "uuids": ("GPU-1",), "names": ("NVIDIA GeForce GTX 1060",), "processes": {itself: 4 * 10**9, 7: 10**9},
+        "cards": (DriverCard("GPU-1", "NVIDIA GeForce GTX 1060"),), "processes": {itself: 4 * 10**9, 7: 10**9},
         "used_bytes": 5 * 10**9, "free_bytes": 10**9, "power_source": 1,
         "utilization_since": {itself: 60.0, 7: 30.0, 8: 2.0},
         "readings": {"utilization": 97.0, "clock_mhz": 1500.0, "throttle": 4}, "limits": {"clock_max_mhz": 1670.0}}

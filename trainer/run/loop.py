@@ -123,7 +123,8 @@ class Run:
         self.ledger.add("start_up_s", self.start_up_s)
         if self.is_main:
             write_json(self.folder.process, {
-                "pid": os.getpid(), "started_at": round(time.time() - self.start_up_s, 3), "ran_on": self.ran_on})
+                "pid": os.getpid(), "started_at": round(time.time() - self.start_up_s, 3), "ran_on": self.ran_on,
+                "uuid": self.facts.uuid})
         events = None
         if self.is_main and self.options.tensorboard:
             events = EventFiles(self.folder.tensorboard, self.done, self.plan.step.tokens)

@@ -13,6 +13,8 @@ import torch
 from spillcliff.errors import NoKernels, UserError
 from spillcliff.hardware import nvml
 from spillcliff.hardware.device import device_facts, engine_refusal, lock_fp32, on_battery, resolve_device
+from spillcliff.hardware.host_memory import own_bytes
+from spillcliff.hardware.usage import free_bytes
 from trainer.checkpoint import KEEP
 from trainer.data.dataset import open_data
 from trainer.plan import Plan
@@ -59,13 +61,13 @@ def _of_device(plan: Plan, device: torch.device) -> dict[str, Any]:
     values: dict[str, Any] = {
         "kind": facts.kind, "fingerprint": facts.fingerprint, "software": facts.software, "total_bytes": facts.total_bytes,
         "engine_problem": engine_refusal(plan.step.engine, facts.kind, facts.capability)}
+    values["free_bytes"] = free_bytes(device, facts.uuid)
     if facts.kind in ("cpu", "mps"):  # what this process holds already is part of the peak that was planned
-        values["free_bytes"] = psutil.virtual_memory().available + psutil.Process().memory_info().rss
+        values["free_bytes"] = min(facts.total_bytes, values["free_bytes"] + own_bytes())
     if facts.kind == "cpu":
         values["busy_share"] = psutil.cpu_percent(LOAD_S) / 100
     if facts.kind == "cuda":
         now = nvml.readings(facts.uuid)
-        values["free_bytes"] = nvml.free_bytes(facts.uuid)
         values["power_source"] = nvml.power_source(facts.uuid)
         values["busy_percent"], values["temperature_c"] = now.get("utilization"), now.get("temperature_c")
         values["throttle"] = now.get("throttle")
