@@ -46,13 +46,12 @@ def nvidia_smis():
 
 def card_capabilities():
     """Compute capabilities of the cards here, such as [(6, 1)]; UNKNOWN for one that can't be told, [] without a card."""
-    unknown = []
+    answer = None
     for exe in nvidia_smis():
-        capabilities = ask_nvidia_smi(exe)
-        if any(c != UNKNOWN for c in capabilities):
-            return capabilities
-        unknown = unknown or capabilities
-    return unknown
+        answer = ask_nvidia_smi(exe) or answer
+        if answer and set(answer) != {UNKNOWN}:
+            break
+    return answer or []
 
 
 def ask_nvidia_smi(exe, seconds=60):

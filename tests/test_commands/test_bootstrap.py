@@ -1,6 +1,9 @@
 """The set-up picks the torch build that suits the card, and says in one line what is in its way."""
 
+import glob
 import json
+import os
+import shutil
 import subprocess
 import sys
 
@@ -63,8 +66,8 @@ def test_nvidia_smi_is_found_where_it_is_kept_and_one_that_fails_is_passed_over(
     """Under WSL it may be in /usr/lib/wsl/lib alone, beside one on the path that can't reach the driver."""
     broken = fake_smi(tmp_path / "path", "print('NVIDIA-SMI has failed'); raise SystemExit(9)")
     works = fake_smi(tmp_path / "wsl", "print('6.1')")
-    which = bootstrap.shutil.which
-    monkeypatch.setattr(bootstrap.shutil, "which", lambda name, path=None: which(
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: which(
         name, path=str(tmp_path / "path") if path is None else path.replace("/usr/lib/wsl/lib", str(tmp_path / "wsl"))))
     assert bootstrap.nvidia_smis()[:2] == [broken, works]
     assert bootstrap.card_capabilities() == [(6, 1)]
@@ -85,9 +88,9 @@ def test_a_driver_in_trouble_is_told_and_the_set_up_goes_on(tmp_path, capsys, bo
 
 def test_windows_keeps_it_in_several_places(monkeypatch):
     asked = []
-    monkeypatch.setattr(bootstrap.os, "name", "nt")
-    monkeypatch.setattr(bootstrap.shutil, "which", lambda name, path=None: asked.append(path))
-    monkeypatch.setattr(bootstrap.glob, "glob", lambda pattern: ["C:\\store\\nv_dispi.inf"])
+    monkeypatch.setattr(os, "name", "nt")
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: asked.append(path))
+    monkeypatch.setattr(glob, "glob", lambda pattern: ["C:\\store\\nv_dispi.inf"])
     assert bootstrap.nvidia_smis() == []
     for part in ("System32", "NVSMI", "nv_dispi.inf"):
         assert any(path and part in path for path in asked)
