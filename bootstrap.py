@@ -5,12 +5,14 @@
     python3 bootstrap.py test    set up, then the tests
 """
 
+import glob
 import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
@@ -19,6 +21,9 @@ STAMP = os.path.join(VENV, "spillcliff.json")
 LOG = os.path.join(VENV, "install.log")
 PYTHON = os.path.join(VENV, "Scripts", "python.exe") if os.name == "nt" else os.path.join(VENV, "bin", "python")
 OLDEST = (3, 11)
+UNKNOWN = (0, 0)
+OLDEST_CARD = (5, 0)
+NEWEST_CUDA_12_6 = (9, 0)
 
 
 def fail(message):
@@ -26,30 +31,85 @@ def fail(message):
     sys.exit(2)
 
 
-def card_capability():
-    """The lowest compute capability among the cards that nvidia-smi lists, as (6, 1); None without a card; (0, 0) where
-    the driver is too old to tell."""
-    exe = shutil.which("nvidia-smi")
-    if exe is None:
-        return None
-    try:
-        query = [exe, "--query-gpu=compute_cap", "--format=csv,noheader"]
-        done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return parse_capability(done.returncode, done.stdout.decode("utf-8", "replace"))
+def nvidia_smis():
+    """Where nvidia-smi may be: on the path, or where WSL, Windows and some containers keep it without that."""
+    windows = os.environ.get("SYSTEMROOT", "C:\\Windows")
+    folders = ["/usr/lib/wsl/lib", "/usr/local/nvidia/bin", "/opt/nvidia/bin"]
+    if os.name == "nt":  # Sysnative is what a 32-bit Python calls System32
+        folders = [os.path.join(windows, name) for name in ("System32", "Sysnative")]
+        folders += [os.path.join(os.environ.get(name, "C:\\Program Files"), "NVIDIA Corporation", "NVSMI")
+                    for name in ("PROGRAMW6432", "PROGRAMFILES")]
+        folders += glob.glob(os.path.join(windows, "System32", "DriverStore", "FileRepository", "nv*"))
+    found = [shutil.which("nvidia-smi")] + [shutil.which("nvidia-smi", path=folder) for folder in folders]
+    return [exe for i, exe in enumerate(found) if exe and exe not in found[:i]]
 
 
-def parse_capability(code, text):
-    """What nvidia-smi printed for compute_cap, to the lowest capability; see card_capability."""
+def card_capabilities():
+    """Compute capabilities of the cards here, such as [(6, 1)]; UNKNOWN for one that can't be told, [] without a card."""
+    answer = None
+    for exe in nvidia_smis():
+        answer = ask_nvidia_smi(exe) or answer
+        if answer and set(answer) != {UNKNOWN}:
+            break
+    return answer or []
+
+
+def ask_nvidia_smi(exe, seconds=60):
+    """As card_capabilities. Its output goes to a file and it is not waited for once it is late: one that hangs in the driver
+    can't even be killed."""
+    with tempfile.TemporaryFile() as out:
+        try:
+            process = subprocess.Popen([exe, "--query-gpu=compute_cap", "--format=csv,noheader"], stdin=subprocess.DEVNULL,
+                                       stdout=out, stderr=subprocess.STDOUT)
+            process.wait(seconds)
+        except OSError:
+            return []
+        except subprocess.TimeoutExpired:
+            process.kill()
+            print("%s did not answer within %d s: the driver hangs; restart the machine" % (exe, seconds), flush=True)
+            return [UNKNOWN]
+        out.seek(0)
+        text = out.read().decode("utf-8", "replace")
+    if "version mismatch" in text.lower():
+        print("the NVIDIA driver was updated and the old one still runs: restart the machine, or nothing runs on its card",
+              flush=True)
+    return parse_capabilities(text)
+
+
+def parse_capabilities(text):
+    """What nvidia-smi printed for compute_cap; see card_capabilities."""
     found = []
     for line in text.splitlines():
         major, dot, minor = line.strip().partition(".")
         if dot and major.isdigit() and minor.isdigit():
             found.append((int(major), int(minor)))
-    if found:
-        return min(found)
-    return (0, 0) if "not a valid field" in text.lower() else None
+        elif line.strip().startswith("["):  # [N/A], [Not Supported], [Unknown Error]
+            found.append(UNKNOWN)
+    # the field is older than no driver since 2022; a driver that doesn't match its library has a card
+    if not found and any(words in text.lower() for words in ("not a valid field", "version mismatch")):
+        found.append(UNKNOWN)
+    return found
+
+
+def lowest(capabilities):
+    """The one that decides on the build: the lowest that any build runs; None without a card, UNKNOWN if none is told."""
+    told = [c for c in capabilities if c != UNKNOWN]
+    return min([c for c in told if c >= OLDEST_CARD] or told or capabilities or [None])
+
+
+def cant_run(build, capabilities):
+    """What the chosen build can't run of the cards here, as one line; "" if it runs all whose capability is told."""
+    is_cu126 = any("/cu126" in argument for argument in build)
+    lines = []
+    for major, minor in sorted({c for c in capabilities if c != UNKNOWN}):
+        card = "the card of compute capability %d.%d" % (major, minor)
+        if (major, minor) < OLDEST_CARD:
+            lines.append("no build that this needs runs %s" % card)
+        elif is_cu126 and (major, minor) > NEWEST_CUDA_12_6:
+            lines.append("the CUDA 12.6 build can't run %s, and no build runs both it and one below 7.5; to use it instead: "
+                         "%s -m pip install --upgrade torch --index-url https://download.pytorch.org/whl/cu130"
+                         % (card, PYTHON))
+    return "; ".join(lines)
 
 
 def choose_build(capability, windows):
@@ -59,7 +119,7 @@ def choose_build(capability, windows):
     if capability is None:
         return ["torch>=2.10"], "no NVIDIA card seen: the default torch build"
     if capability < (7, 5):
-        seen = "of unknown compute capability" if capability == (0, 0) else "of compute capability %d.%d" % capability
+        seen = "of unknown compute capability" if capability == UNKNOWN else "of compute capability %d.%d" % capability
         return [*cu126, below], "card %s: the CUDA 12.6 build, the last with kernels below 7.5" % seen
     why = "card of compute capability %d.%d: the default torch build" % capability
     if windows:  # the default index has only processor builds for Windows
@@ -77,11 +137,15 @@ def wanted_stamp(build):
     return {"files": files.hexdigest(), "build": build, "python": sys.version.split()[0], "root": ROOT}
 
 
-def is_ready(stamp):
+def is_ready(stamp, any_build=False):
+    """Whether that is set up; with `any_build` whatever build of torch it has."""
     try:
         with open(STAMP) as f:
-            return json.load(f) == stamp and os.path.exists(PYTHON)
-    except (OSError, ValueError):
+            noted = json.load(f)
+        if any_build:
+            noted["build"] = stamp["build"]
+        return noted == stamp and os.path.exists(PYTHON)
+    except (OSError, ValueError, TypeError):
         return False
 
 
@@ -136,11 +200,17 @@ def set_up():
     if sys.version_info < OLDEST:
         fail("Python %d.%d or later is needed and this is %s; install one and call it by name, such as python3.12 "
              "bootstrap.py (Windows: py -3.12 bootstrap.py)" % (*OLDEST, sys.version.split()[0]))
-    build, why = choose_build(card_capability(), os.name == "nt")
+    capabilities = card_capabilities()
+    capability = lowest(capabilities)
+    build, why = choose_build(capability, os.name == "nt")
     stamp = wanted_stamp(build)
-    if is_ready(stamp):
+    # a driver that doesn't answer today is no reason to install another build over the one that is there
+    if is_ready(stamp, any_build=capability in (None, UNKNOWN)):
         return
     print(why, flush=True)
+    problem = cant_run(build, capabilities)
+    if problem:
+        print("note: " + problem, flush=True)
     make_venv()
     pip = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "-c",
            os.path.join(ROOT, "constraints.txt")]

@@ -21,6 +21,9 @@ LONGEST_S = 900
 """A mutant that makes its tests hang is noticed too."""
 
 TESTS = {
+    "spillcliff/hardware/energy.py": ["test_probe/test_power.py"],
+    "probe/grid/bench.py": ["test_probe/test_power.py"],
+    "planner/decide/inputs.py": ["test_probe/test_power.py"],
     "spillcliff/hardware/host_memory.py": ["test_spillcliff/test_host_memory.py"],
     "spillcliff/hardware/visible.py": ["test_spillcliff/test_visible.py"],
     "spillcliff/hardware/software.py": ["test_spillcliff/test_software.py"],
@@ -28,7 +31,7 @@ TESTS = {
     "probe/cliff.py": ["test_probe/test_verdict.py", "test_planner/test_choose.py", "test_probe/test_search.py"],
     "probe/stats.py": ["test_probe/test_stats.py"],
     "probe/soak.py": ["test_planner/test_calibration.py", "test_probe/test_soak.py"],
-    "probe/records.py": ["test_probe/test_records.py"],
+    "probe/records.py": ["test_probe/test_records.py", "test_probe/test_power.py"],
     "probe/grid/search.py": ["test_probe/test_search.py"],
     "probe/estimate/allocator.py": ["test_probe/test_allocator.py", "test_probe/test_estimate.py"],
     "planner/decide/choose.py": ["test_planner/test_choose.py"],
@@ -36,7 +39,7 @@ TESTS = {
     "planner/decide/costmodel.py": ["test_planner/test_costmodel.py"],
     "planner/decide/build.py": ["test_planner/test_build.py", "test_planner/test_report.py"],
     "planner/decide/calibration.py": ["test_planner/test_calibration.py"],
-    "planner/decide/scaling.py": ["test_planner/test_scaling.py"],
+    "planner/decide/scaling.py": ["test_planner/test_scaling.py", "test_probe/test_power.py"],
     "planner/decide/defaults.py": ["test_planner/test_build.py"],
     "trainer/plan.py": ["test_trainer/test_plan.py", "test_planner/test_build.py", "test_trainer/test_tokens.py"],
     "trainer/config.py": ["test_trainer/test_config.py"],
@@ -61,6 +64,11 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = [Mutant(*m) for m in (
+    ("spillcliff/hardware/energy.py", "seconds < LEAST_S", "seconds <= LEAST_S"),
+    ("spillcliff/hardware/energy.py", "and after_j > before_j", ""),
+    ("probe/grid/bench.py", "and r.on_battery == is_on_battery", ""),
+    ("probe/grid/bench.py", "and (is_on_battery or not r.on_battery)", ""),
+    ("planner/decide/inputs.py", "return mains\n", "return measured\n"),
     ("spillcliff/hardware/host_memory.py", "level.used_bytes + level.cache_bytes", "level.used_bytes"),
     ("spillcliff/hardware/host_memory.py", "max(0, min(free, total))", "min(free, total)"),
     ("spillcliff/hardware/host_memory.py", "max(0, min(free, total))", "max(0, free)"),
@@ -113,6 +121,7 @@ MUTANTS = [Mutant(*m) for m in (
     ("probe/stats.py", "values[-6:-3]", "values[:-3]"),
     ("probe/soak.py", "settled_s / self.first_s", "first_s / self.settled_s"),
     ("probe/records.py", "sorted(lines)", "lines"),
+    ("probe/records.py", "is_long and schema", "schema"),
     ("probe/records.py", "if name not in usual or own != usual[name]", "if True"),
     ("probe/grid/search.py", "(1 + NEAR) *", "(1 + 10 * NEAR) *"),
     ("probe/grid/search.py", ">= TRIES", ">= TRIES + 2"),
@@ -159,6 +168,7 @@ MUTANTS = [Mutant(*m) for m in (
     ("planner/decide/calibration.py", "[s for s in soaks if s.settled] or soaks", "soaks"),
     ("planner/decide/calibration.py", "RUN_WEIGHT + len(logs) - 1", "RUN_WEIGHT + len(logs) + 20"),
     ("planner/decide/calibration.py", "sd=math.sqrt(1 / precision + run_sd**2)", "sd=run_sd"),
+    ("planner/decide/scaling.py", "r.power_w * sum(step_s)", "r.power_w * sum(r.step_s)"),
     ("planner/decide/scaling.py", "2 * (count - 1) / count", "(count - 1) / count"),
     ("planner/decide/defaults.py", "corpus_tokens**0.571", "corpus_tokens**0.6"),
     ("trainer/plan.py", "or step == steps", ""),

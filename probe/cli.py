@@ -67,7 +67,7 @@ def card(device: str | None, results: Path, as_json: bool) -> None:
         free = host_memory().free_bytes
     refusals = {engine: engine_refusal(engine, facts.kind, facts.capability) for engine in ENGINES}
     for label, value in card_rows(facts, free, session.disk_write_bytes_s, refusals, readings,
-                                  store.device.get("memory") or {}, on_battery()):
+                                  store.device.get("memory") or {}, on_battery(facts.uuid)):
         out.say(f"{label:12} {value}")
     for engine in ENGINES:
         if refusals[engine]:
@@ -112,6 +112,7 @@ def cliff(device: str | None, results: Path, as_json: bool) -> None:
 @click.option("--seconds", default=10.0, show_default=True, type=click.FloatRange(1, 3600), help="Time for each cell.")
 @click.option("--every-cell", is_flag=True, help="Measure all cells, not only what the pick needs.")
 @click.option("--again", is_flag=True, help="Measure again what has been measured.")
+@click.option("--allow-battery", is_flag=True, help="Measure even on battery (about half as fast); records are marked.")
 @click.option("--nproc", default=1, show_default=True, type=click.IntRange(1, 1024), metavar="N",
               help="Cards that share each step, through torchrun; --batch is each one's part.")
 @click.option("--sharded", is_flag=True, help="Each of them keeps a part of the weights and moments only.")
@@ -119,8 +120,8 @@ def cliff(device: str | None, results: Path, as_json: bool) -> None:
 @results_option
 @json_option
 def grid(models: str | None, step: str | None, batches: str, lengths: str, accums: str | None, vocab: str | None,
-         limit: str | None, seconds: float, every_cell: bool, again: bool, nproc: int, sharded: bool, device: str | None,
-         results: Path, as_json: bool, **options: str) -> None:
+         limit: str | None, seconds: float, every_cell: bool, again: bool, allow_battery: bool, nproc: int, sharded: bool,
+         device: str | None, results: Path, as_json: bool, **options: str) -> None:
     """Measure peak memory and tok/s over batch, length and model size, and find the fastest cell that fits.
 
     Few cells are measured: those that the pick needs, and its neighbours. Each runs in a process of its own and is on disk
@@ -141,7 +142,7 @@ def grid(models: str | None, step: str | None, batches: str, lengths: str, accum
         raise click.UsageError("--sharded needs --nproc N, the cards to share the weights out to")
     can_accumulate = all(cell.step.update == "after" for cell in cells)
     grid_options = GridOptions(seconds=seconds, every_cell=every_cell, again=again, limit_bytes=limit_bytes,
-                               with_accumulation=accums is None and can_accumulate)
+                               with_accumulation=accums is None and can_accumulate, allow_battery=allow_battery)
     with open_session(results, device, nproc, sharded) as session, only_probe_on(session.facts):
         result = run_grid(session, cells, grid_options, out)
     tell(result, session, out)

@@ -17,6 +17,7 @@ from spillcliff import schema
 from spillcliff.errors import UserError
 from spillcliff.files import Line, Say, append_line, ignore, parse_lines, read_lines
 from spillcliff.hardware.device import THROTTLED
+from spillcliff.hardware.energy import LEAST_S
 from spillcliff.schema import Number
 from trainer.config import ModelConfig
 
@@ -60,7 +61,8 @@ class Measurement:
     `micro_s` is one forward and backward pass, `optimizer_s` clip and update, `eval_s` one forward pass without gradients,
     `setup_s` what comes before the first steady step (weights, first kernels), `start_up_s` Python and its libraries.
     `non_local_growth_bytes` is what moved to system memory while it ran, `timed_retries` how often the allocator had to free
-    its cache and ask again during timed steps, `alloc_retries` in all. `readings` are the card's own (READINGS), and under
+    its cache and ask again during timed steps, `alloc_retries` in all. `energy_j` is what the card took over the timed steps
+    (of several together, one of them). `readings` are the card's own (READINGS), and under
     "others" what other programs did meanwhile.
     """
 
@@ -78,6 +80,7 @@ class Measurement:
     non_local_growth_bytes: Annotated[int | None, Number(-schema.MOST)] = None
     alloc_retries: int = 0
     timed_retries: int = 0
+    energy_j: Annotated[float | None, Number()] = None
     readings: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -97,6 +100,16 @@ class Measurement:
         return self.readings.get("clock_mhz")
 
     @property
+    def power_w(self) -> float | None:
+        """What the card drew during the timed steps; in old records, which have no energy, its reading at the end of a load
+        that was long enough for one. None where that can't be told."""
+        if self.energy_j and self.step_s:
+            return self.energy_j / sum(self.step_s)
+        power = self.readings.get("power_w")
+        is_long = sum(self.warmup_s) + sum(self.step_s) >= LEAST_S
+        return float(power) if is_long and schema.is_number(power, 1e-9) else None
+
+    @property
     def throttle_bits(self) -> int:
         """The bits that mean a throttle."""
         return int(self.readings.get("throttle") or 0) & THROTTLED
@@ -111,8 +124,9 @@ def measured_fields(measured: Measurement) -> dict[str, Any]:
 class Record(Measurement):
     """One measured cell and the verdict on it: `why` is one line for anything but fits, else "".
 
-    `cell_s` is the whole time that the cell took of its grid, `predicted_bytes` the peak that was estimated beforehand (of
-    the whole claim, as peak_bytes). `model` is None for somebody's own step.
+    `cell_s` is the whole time that the cell took of its grid, `on_battery` whether the machine was on battery then,
+    `predicted_bytes` the peak that was estimated beforehand (of the whole claim, as peak_bytes). `model` is None for
+    somebody's own step.
     """
 
     schema: int = SCHEMA
@@ -124,6 +138,7 @@ class Record(Measurement):
     why: str = ""
     software: dict[str, str | None] = field(default_factory=dict)
     cell_s: Annotated[float | None, Number()] = None
+    on_battery: bool = False
     predicted_bytes: Annotated[int | None, Number()] = None
 
     @cached_property
@@ -246,4 +261,5 @@ def frame(records: Iterable[Record]) -> "pandas.DataFrame":
     return pandas.DataFrame([{name: value for name, value in r.cell.to_json().items() if name != "shape"} | {
         "status": str(r.status), "why": r.why, "device": r.device, "tok_s": r.tok_s if r.step_s else None,
         "step_s": r.median_step_s, "peak_bytes": r.peak_bytes, "allocated_peak_bytes": r.allocated_peak_bytes,
-        "reserved_peak_bytes": r.reserved_peak_bytes, "at": r.at} for r in records])
+        "reserved_peak_bytes": r.reserved_peak_bytes, "energy_j": r.energy_j,
+        "on_battery": r.on_battery, "at": r.at} for r in records])

@@ -39,10 +39,10 @@ class PlanInputs:
         return calibrate(self.past, self.soaks, record.device, record.software.get("torch"), rates)
 
     def power_w(self, record: Record) -> float | None:
-        """What the card draws when warm, or else drew at the end of the measurement; of several together, all of them."""
+        """What the card draws when warm, or else drew while it was measured; of several together, all of them."""
         wanted = record.cell.with_step(accum=1)
         powers = [s.power_w for s in self.soaks if s.cell.with_step(accum=1) == wanted and s.power_w]
-        power = powers[-1] if powers else record.readings.get("power_w")
+        power = powers[-1] if powers else record.power_w
         return power * device_count(record.device) if is_number(power, 1e-9) else None
 
 
@@ -64,12 +64,26 @@ def read_inputs(results: Path, files: tuple[Path, ...], device: str | None, say:
     if not chosen:
         raise UserError(f"no records in {', '.join(map(str, files)) or folder.path}; `probe grid --model 150M` measures "
                         f"some")
+    chosen = _on_mains(chosen, say)
     inputs = PlanInputs(
         device=folder.load_device(), cliff=folder.load_cliff(), past=tuple(calibration.read(runs_folder(results), say)),
         soaks=tuple(soak.load(folder.soaks, say)) if folder.soaks.exists() else ())
     if gpus is None or device_count(name) == gpus:
         return chosen, inputs
     return scaled_records(chosen, gpus), replace(inputs, assumed_for=gpus)
+
+
+def _on_mains(measured: list[Record], say: Say) -> list[Record]:
+    """Without the records that were made on battery, at about half the speed; where there are no others all of them, which
+    `say` tells."""
+    mains = [r for r in measured if not r.on_battery]
+    if len(mains) == len(measured):
+        return measured
+    if mains:
+        say(f"left out: {len(measured) - len(mains)} records made on battery; measure them again on mains with probe grid")
+        return mains
+    say("note: all records were made on battery, and the forecast is of that: plug the machine in and measure again")
+    return measured
 
 
 def _folder_of(files: tuple[Path, ...], name: str) -> Path:

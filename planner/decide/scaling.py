@@ -22,8 +22,10 @@ def _scaled(r: Record, count: int) -> Record:
     more_s, more_bytes = exchange_s(r, count), _gradient_bytes(r)
     peaks = {name: value + more_bytes for name in ("allocated_peak_bytes", "reserved_peak_bytes", "device_peak_bytes")
              if (value := getattr(r, name)) is not None}
+    step_s = tuple(t + more_s for t in r.step_s)
+    energy_j = r.power_w * sum(step_s) if r.power_w and step_s else None
     return replace(r, cell=r.cell.with_step(batch=r.cell.batch * count), device=multi_device_name(r.device, count),
-                   step_s=tuple(t + more_s for t in r.step_s), predicted_bytes=None, **peaks)
+                   step_s=step_s, energy_j=energy_j, predicted_bytes=None, **peaks)
 
 
 def _gradient_bytes(r: Record) -> int:

@@ -16,7 +16,7 @@ from probe.tasks.table import MeasureCell, MeasureDistributed
 from probe.tasks.worker import START_S, Workers
 from probe.verdict import Card, judge, slow_step_s, stuck_reason
 from spillcliff.files import Say, ignore
-from spillcliff.hardware.device import DeviceFacts
+from spillcliff.hardware.device import DeviceFacts, on_battery
 from spillcliff.hardware.fingerprints import device_count
 
 TIMES_SECONDS = 12
@@ -52,13 +52,15 @@ class Bench:
         """Runs one cell, judges it and puts it on disk. Its process is ended when it takes too long, or as soon as it has
         certainly spilled."""
         begin = time.monotonic()
-        others = [r for r in self.newest.values() if r.cell != cell]
+        is_on_battery = on_battery(self.facts.uuid)
+        # a cell that is slow for want of mains would read as one that has spilled beside those that had them
+        others = [r for r in self.newest.values() if r.cell != cell and r.on_battery == is_on_battery]
         outcome = self._run(cell, slow_step_s(cell, self.card, others))
         status, why = judge(outcome, cell, self.card, others)
         measured = outcome.answer or (outcome.progress or CellProgress()).measured
         record = Record(at=now(), cell=cell, model=cell.config, status=status, why=why, device=self.facts.fingerprint,
                         software=self.facts.software, cell_s=time.monotonic() - begin, predicted_bytes=self.predict(cell),
-                        **records.measured_fields(measured))
+                        on_battery=is_on_battery or on_battery(self.facts.uuid), **records.measured_fields(measured))
         records.append(self.path, record)
         self.newest[cell] = record
         return record
@@ -74,18 +76,20 @@ class Bench:
 
     def run(self, cells: Sequence[Cell], every_cell: bool, again: bool, show: Show) -> list[Record]:
         """Measures what is missing of `cells`, all of it or what the pick needs. Returns the latest record of every cell
-        that has one."""
-        kept = {} if again else {c: r for c, r in self.newest.items() if r.status not in UNDECIDED}
+        that has one. What was measured on battery is measured again on mains."""
+        is_on_battery = on_battery(self.facts.uuid)
+        kept = {} if again else {c: r for c, r in self.newest.items()
+                                 if r.status not in UNDECIDED and (is_on_battery or not r.on_battery)}
         kept = {c: kept[c] for c in cells if c in kept}
         for cell, record in kept.items():
-            show(cell, record, "measured before")
+            show(cell, record, "measured before" + ", on battery" * record.on_battery)
         for plane in planes(cells):
             known = {c: kept[c] for c in plane if c in kept}
             missing = iter([c for c in plane if c not in kept])
             while cell := next(missing, None) if every_cell else search.next_cell(  # type: ignore[assignment]
                     plane, known, self.limit_bytes, self.predict):
                 kept[cell] = known[cell] = self.measure(cell)
-                show(cell, known[cell], "")
+                show(cell, known[cell], "on battery" * known[cell].on_battery)
             if not every_cell:
                 for cell, why in search.left_out(plane, known, self.limit_bytes, self.predict).items():
                     show(cell, None, why)

@@ -15,8 +15,8 @@ from probe.show import text
 from probe.show.heatmap_png import draw_maps
 from probe.tasks.table import CheckCustomStep
 from spillcliff.console import Output
-from spillcliff.errors import NoPlan, UserError
-from spillcliff.hardware.device import engine_refusal
+from spillcliff.errors import NoPlan, Refused, UserError
+from spillcliff.hardware.device import ON_BATTERY, engine_refusal, on_battery
 from spillcliff.hardware.host_memory import host_memory
 from spillcliff.units import format_bytes
 
@@ -24,13 +24,15 @@ from spillcliff.units import format_bytes
 @dataclass(frozen=True)
 class GridOptions:
     """How cells are measured: `seconds` for each, `every_cell` of them or those that the pick needs, `again` or only what is
-    missing; `limit_bytes` as the user gave it; `with_accumulation` measures what a plan may pick with accumulation too."""
+    missing; `limit_bytes` as the user gave it; `with_accumulation` measures what a plan may pick with accumulation too;
+    `allow_battery` marks what is measured on battery where it would be refused."""
 
     seconds: float
     every_cell: bool = False
     again: bool = False
     limit_bytes: int | None = None
     with_accumulation: bool = True
+    allow_battery: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,12 @@ class GridResult:
 
 
 def run_grid(session: Session, cells: Sequence[Cell], options: GridOptions, out: Output) -> GridResult:
-    """Measures the cells on the session's device. UserError for an engine that can't run here."""
+    """Measures the cells on the session's device. UserError for an engine that can't run here, Refused on battery."""
     facts, store = session.facts, session.store
+    if on_battery(facts.uuid):
+        if not options.allow_battery:
+            raise Refused(f"power: {ON_BATTERY}, or add --allow-battery, which marks the records")
+        out.say(f"warning: power: {ON_BATTERY}")
     for engine in dict.fromkeys(cell.step.engine for cell in cells):
         if refusal := engine_refusal(engine, facts.kind, facts.capability):
             raise UserError(refusal)

@@ -24,7 +24,7 @@ class SoakRun:
         self.facts, self.path = session.facts, session.store.folder.soaks
         if self.facts.fingerprint != plan.device:
             raise UserError(f"the plan was made on {plan.device}, and this is {self.facts.fingerprint}; plan for this one")
-        self.cell, self.on_battery = cell_of(plan.model, plan.step), on_battery()
+        self.cell, self.on_battery = cell_of(plan.model, plan.step), on_battery(self.facts.uuid)
         self.windows: tuple[Window, ...] = ()
 
     def run(self) -> Soak:

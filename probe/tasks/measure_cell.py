@@ -21,6 +21,7 @@ from probe.verdict import MIN_STEPS, spill_reason
 from spillcliff.failures import failure, is_out_of_memory
 from spillcliff.hardware import nvml
 from spillcliff.hardware.device import resolve_device, synchronize
+from spillcliff.hardware.energy import EnergyMeter
 from spillcliff.hardware.usage import MemoryClaim, free_bytes, process_seconds
 from trainer.config import OptimizerConfig, StepConfig, clip_for
 from trainer.data.feed import feed
@@ -84,6 +85,8 @@ class _CellMeasurement:
         self.timed: list[StepTimes] = []
         self.setup_s: float | None = None
         self.eval_s: float | None = None
+        self.energy_j: float | None = None
+        self.meter: EnergyMeter | None = None
         self.retries_before = 0
         self.is_setting_up = True
 
@@ -142,9 +145,11 @@ class _CellMeasurement:
         """Until their median is certain, for two thirds of the cell's time at most."""
         self.claim.watch_others()
         self.retries_before = self.claim.peaks(self.device, self.task.uuid).alloc_retries
+        self.meter = EnergyMeter(self.task.uuid) if self.device.type == "cuda" else None
         self.run_until(self.timed, lambda s: len(self.timed) >= MIN_STEPS and (
             s >= self.task.seconds * 2 / 3 or len(self.timed) >= MAX_STEPS
             or is_settled([t.step_s for t in self.timed], PRECISE)))
+        self.energy_j = self.meter.joules() if self.meter else None
 
     def run_until(self, times: list[StepTimes], is_enough: Callable[[float], bool]) -> None:
         begin = time.perf_counter()
@@ -157,6 +162,8 @@ class _CellMeasurement:
                 if len(self.warmup) < 3 or time.perf_counter() - self.looked_s > LOOK_EVERY_S:
                     if spill_reason(self.measured(with_memory=True, with_times=False), self.cell, self.task.card):
                         raise _Spilled
+                    if self.meter:
+                        self.meter.look()
                     self.looked_s = time.perf_counter()
             if self.is_slow(times):
                 raise _Spilled
@@ -199,7 +206,7 @@ class _CellMeasurement:
         times: dict[str, Any] = {}
         if with_times:
             times = {"warmup_s": tuple(t.step_s for t in self.warmup), "step_s": tuple(t.step_s for t in self.timed),
-                     "eval_s": self.eval_s, "setup_s": self.setup_s}
+                     "eval_s": self.eval_s, "setup_s": self.setup_s, "energy_j": self.energy_j}
             if self.timed and not self.cell.is_custom:
                 times |= {"micro_s": median(t.micro_s for t in self.timed),
                           "optimizer_s": median(t.optimizer_s for t in self.timed)}

@@ -118,16 +118,28 @@ def power_source(uuid: str) -> int | None:
     return _ask("nvmlDeviceGetPowerSource", _handle(uuid)) if uuid else None
 
 
+def power_w(uuid: str) -> float | None:
+    """What the card draws now; of many cards the mean over the last second."""
+    power = _ask("nvmlDeviceGetPowerUsage", _handle(uuid)) if uuid else None
+    return power / 1000 if power else None
+
+
+def energy_j(uuid: str) -> float | None:
+    """What the card has taken since its driver was loaded, by its own counter (Volta and later)."""
+    energy_mj = _ask("nvmlDeviceGetTotalEnergyConsumption", _handle(uuid)) if uuid else None
+    return energy_mj / 1000 if energy_mj else None
+
+
 def readings(uuid: str) -> dict[str, float]:
     """Clock (MHz), temperature, power (W), utilization (%) and the throttle bits, each only where there is one."""
     handle = _handle(uuid) if uuid else None
     if handle is None:
         return {}
-    power, utilization = _ask("nvmlDeviceGetPowerUsage", handle), _ask("nvmlDeviceGetUtilizationRates", handle)
+    utilization = _ask("nvmlDeviceGetUtilizationRates", handle)
     values = {
         "clock_mhz": _ask("nvmlDeviceGetClockInfo", handle, 1),  # 1: the multiprocessors' clock
         "temperature_c": _ask("nvmlDeviceGetTemperature", handle, 0),  # 0: the chip's own sensor
-        "power_w": power and power / 1000,
+        "power_w": power_w(uuid),
         "utilization": utilization.gpu if utilization and utilization.gpu <= 100 else None,
         "throttle": _ask("nvmlDeviceGetCurrentClocksEventReasons", handle),
     }

@@ -1,6 +1,9 @@
 """The set-up picks the torch build that suits the card, and says in one line what is in its way."""
 
+import glob
 import json
+import os
+import shutil
 import subprocess
 import sys
 
@@ -22,12 +25,90 @@ def test_the_build_follows_the_capability(capability, windows, index):
     assert why
 
 
-@pytest.mark.parametrize(("code", "text", "capability"), [
-    (0, "6.1\n", (6, 1)), (0, "9.0\n7.0\n8.9\n", (7, 0)), (0, "12.0\r\n", (12, 0)), (0, "", None),
-    (9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", None),
-    (2, 'Field "compute_cap" is not a valid field to query.', (0, 0)), (0, "[N/A]\n", None)])
-def test_what_nvidia_smi_prints_is_read(code, text, capability):
-    assert bootstrap.parse_capability(code, text) == capability
+@pytest.mark.parametrize(("text", "capabilities", "lowest"), [
+    ("6.1\n", [(6, 1)], (6, 1)), ("9.0\n7.0\n8.9\n", [(9, 0), (7, 0), (8, 9)], (7, 0)), ("12.0\r\n", [(12, 0)], (12, 0)),
+    ("3.5\n8.6\n", [(3, 5), (8, 6)], (8, 6)), ("3.5\n", [(3, 5)], (3, 5)), ("", [], None),
+    ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", [], None),
+    ("No devices were found", [], None),
+    ('Field "compute_cap" is not a valid field to query.', [bootstrap.UNKNOWN], bootstrap.UNKNOWN),
+    ("[N/A]\n", [bootstrap.UNKNOWN], bootstrap.UNKNOWN), ("[Not Supported]\n8.6\n", [bootstrap.UNKNOWN, (8, 6)], (8, 6)),
+    ("Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 535.161", [bootstrap.UNKNOWN],
+     bootstrap.UNKNOWN)])
+def test_what_nvidia_smi_prints_is_read(text, capabilities, lowest):
+    """A card that doesn't tell its capability is a card: without one, Windows would get a build for processors."""
+    assert bootstrap.parse_capabilities(text) == capabilities
+    assert bootstrap.lowest(capabilities) == lowest
+
+
+@pytest.mark.parametrize(("capabilities", "words"), [
+    ([(6, 1), (12, 0)], "12.6 build can't run the card of compute capability 12.0"), ([(7, 0), (10, 0)], "capability 10.0"),
+    ([(6, 1), (9, 0)], None), ([(7, 5), (12, 0)], None), ([(3, 5), (8, 6)], "no build that this needs runs"),
+    ([(3, 5)], "capability 3.5"), ([bootstrap.UNKNOWN], None), ([], None)])
+def test_what_the_chosen_build_cant_run_is_said(capabilities, words):
+    """No build has kernels for both 6.1 and 12.0."""
+    for windows in (True, False):
+        build, _ = bootstrap.choose_build(bootstrap.lowest(capabilities), windows)
+        said = bootstrap.cant_run(build, capabilities)
+        assert words in said if words else said == ""
+        assert "\n" not in said
+
+
+def fake_smi(folder, body):
+    folder.mkdir()
+    path = folder / "nvidia-smi"
+    path.write_text(f"#!{sys.executable}\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the imitations are scripts")
+def test_nvidia_smi_is_found_where_it_is_kept_and_one_that_fails_is_passed_over(tmp_path, monkeypatch):
+    """Under WSL it may be in /usr/lib/wsl/lib alone, beside one on the path that can't reach the driver."""
+    broken = fake_smi(tmp_path / "path", "print('NVIDIA-SMI has failed'); raise SystemExit(9)")
+    works = fake_smi(tmp_path / "wsl", "print('6.1')")
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: which(
+        name, path=str(tmp_path / "path") if path is None else path.replace("/usr/lib/wsl/lib", str(tmp_path / "wsl"))))
+    assert bootstrap.nvidia_smis()[:2] == [broken, works]
+    assert bootstrap.card_capabilities() == [(6, 1)]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the imitations are scripts")
+@pytest.mark.parametrize(("body", "answer", "said"), [
+    ("import time\nprint('9.0', flush=True)\ntime.sleep(600)", [bootstrap.UNKNOWN], "did not answer within 1 s"),
+    ("print('Failed to initialize NVML: Driver/library version mismatch'); raise SystemExit(18)", [bootstrap.UNKNOWN],
+     "restart the machine"), ("raise SystemExit(3)", [], "")])
+def test_a_driver_in_trouble_is_told_and_the_set_up_goes_on(tmp_path, capsys, body, answer, said):
+    assert bootstrap.ask_nvidia_smi(fake_smi(tmp_path / "x", body), seconds=1) == answer
+    out = capsys.readouterr().out
+    assert said in out
+    assert bool(out) == bool(said)
+    assert bootstrap.ask_nvidia_smi(str(tmp_path / "not-there")) == []
+
+
+def test_windows_keeps_it_in_several_places(monkeypatch):
+    asked = []
+    monkeypatch.setattr(os, "name", "nt")
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: asked.append(path))
+    monkeypatch.setattr(glob, "glob", lambda pattern: ["C:\\store\\nv_dispi.inf"])
+    assert bootstrap.nvidia_smis() == []
+    for part in ("System32", "NVSMI", "nv_dispi.inf"):
+        assert any(path and part in path for path in asked)
+
+
+def test_a_driver_that_does_not_answer_changes_no_finished_set_up(tmp_path, monkeypatch):
+    """Another build is 1 to 7 GB."""
+    monkeypatch.setattr(bootstrap, "STAMP", str(tmp_path / "stamp.json"))
+    monkeypatch.setattr(bootstrap, "PYTHON", sys.executable)
+    (tmp_path / "stamp.json").write_text(json.dumps(bootstrap.wanted_stamp(["the build of old"])))
+    for told, is_left in (([], True), ([bootstrap.UNKNOWN], True), ([(6, 1)], False)):
+        monkeypatch.setattr(bootstrap, "card_capabilities", lambda told=told: told)
+        monkeypatch.setattr(bootstrap, "make_venv", lambda: bootstrap.fail("set up anew"))
+        if is_left:
+            bootstrap.set_up()
+        else:
+            with pytest.raises(SystemExit):
+                bootstrap.set_up()
 
 
 @pytest.mark.parametrize(("log", "words"), [

@@ -31,7 +31,7 @@ def of(model, batch, tok_s, peak, **other):
 def home(tmp_path):
     """results/ of the first user's card: two sizes, a cliff, a finished run and a soak."""
     folder = tmp_path / "results" / GTX
-    smaller = [of("50M", b, t, p, readings={"power_w": 80.0}) for b, t, p in ((4, 6200, 1.6e9), (8, 6300, 2.3e9))]
+    smaller = [of("50M", b, t, p, energy_j=80 * 5 * b * 512 / t) for b, t, p in ((4, 6200, 1.6e9), (8, 6300, 2.3e9))]
     write_records(folder / "records.jsonl", [*gtx1060(), *smaller])
     make_cliff("collapse", 4.96e9, 5.0e9).save(folder / "cliff.json")
     return tmp_path

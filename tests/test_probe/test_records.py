@@ -139,7 +139,7 @@ FACTS = DeviceFacts("cpu-x", "X", "cpu", 10**10, None, 2, "", "2.13", None, None
 FULL = Measurement(
     warmup_s=(0.5, 0.25), step_s=(0.125,) * 5, micro_s=0.1, optimizer_s=0.02, eval_s=0.03, setup_s=1.5, start_up_s=2.5,
     allocated_peak_bytes=11, reserved_peak_bytes=12, device_peak_bytes=13, free_at_start_bytes=14,
-    non_local_growth_bytes=15, alloc_retries=16, timed_retries=0,
+    non_local_growth_bytes=15, alloc_retries=16, timed_retries=0, energy_j=17.5,
     readings={"clock_mhz": 1500, "others": {"grown_bytes": 7, "largest_bytes": None, "busy_percent": 1.5, "pid": 8}})
 """No field is at its default but the one that says thrashing."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spillcliff.errors import Refused, UserError
-from spillcliff.hardware.device import THROTTLED
+from spillcliff.hardware.device import ON_BATTERY, THROTTLED
 from spillcliff.units import format_bytes, format_count
 from trainer.checkpoint import KEEP, STATE_BYTES
 from trainer.plan import Plan, times_due, validation_tokens
@@ -75,11 +75,9 @@ def _unless(problem: str | None, what: str, seen: str) -> Finding:
 
 def _power(facts: PreflightFacts) -> Finding:
     if facts.on_battery or facts.power_source == 1:
-        seen = ("on battery, where a card runs at about half its speed (Notebookcheck: -53%) and a forecast means nothing; "
-                "plug the machine in")
         if facts.allow_battery:
-            return Finding("warn", "power", seen)
-        return Finding("refuse", "power", f"{seen}, or add --allow-battery")
+            return Finding("warn", "power", ON_BATTERY)
+        return Finding("refuse", "power", f"{ON_BATTERY}, or add --allow-battery")
     if facts.power_source == 2:
         return Finding("warn", "power", "the supply gives less than the card can draw; use the machine's own")
     return Finding("ok", "power", "on mains, or no battery")
