@@ -100,7 +100,7 @@ class TrainStep:
     def evaluate(self, tokens: Tensor) -> Tensor:
         """Mean loss over tokens (batch, length + 1), from wherever they are; of masked ones, over the targets that are left,
         0 if none is."""
-        is_filled_up = bool((tokens[:, -1] < 0).any())  # asked on the host: what was measured allocates nothing for it
+        is_filled_up = bool((tokens[:, -1].cpu().numpy() < 0).any())  # by numpy: torch takes no memory for it
         m, tokens = self.model, tokens.to(self.device)
         inputs = _unmasked(tokens[:, :-1]) if is_filled_up else self._inputs(tokens)
         x = m(m.embed(inputs)).flatten(0, 1)
